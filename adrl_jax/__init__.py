@@ -1,0 +1,3 @@
+"""Reinforcement learning for language models with adaptive speculative rollouts."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,199 @@
+"""What distinguishes the supported model families, as one frozen description each.
+
+`ModelConfig` holds sizes and traits; `from_hf` reads a Hugging Face `config.json`. The same `Transformer` runs all of them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gpt_neox")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Frequency rescaling for long contexts.
+
+    Attributes:
+        kind: `linear` (divide all frequencies by `factor`) or `llama3` (smooth between two wavelengths).
+        factor: how much longer than `original_positions` the context may be.
+        low_freq_factor, high_freq_factor, original_positions: only for `llama3`.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and traits of a decoder-only transformer. Hashable, so usable as a static jit argument.
+
+    Attributes:
+        family: one of `FAMILIES`; names the checkpoint's tensor map, the traits below name the arithmetic.
+        vocab_size: rows of the embedding table (may exceed the tokenizer's size).
+        rotary_fraction: share of each head that is rotated (GPT-NeoX rotates a quarter).
+        norm_offset: added to RMSNorm weights before use (1.0 in Gemma, whose weights are stored around zero).
+        post_norms: Gemma 3 also normalises what attention and MLP return.
+        query_scale: multiplies queries; `head_dim ** -0.5` when None.
+        sliding_window: keys visible in local layers; None when every layer is global.
+        sliding_pattern: every n-th layer is global, all others local.
+        dtype: of activations and matrix products. Weights keep the dtype they are given in.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int = 8192
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    dense_bias: bool = False
+    qk_norm: bool = False
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    gated_mlp: bool = True
+    parallel_residual: bool = False
+    rotary_fraction: float = 1.0
+    embed_scale: float = 1.0
+    post_norms: bool = False
+    query_scale: float | None = None
+    sliding_window: int | None = None
+    sliding_pattern: int = 6
+    local_rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise ValueError(f"family={self.family!r} is unknown; choose one of {', '.join(FAMILIES)}")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} is unknown; choose float32 or bfloat16")
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def compute_dtype(self):
+        return jnp.dtype(self.dtype)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether `layer` sees only the last `sliding_window` keys."""
+        return self.sliding_window is not None and (layer + 1) % self.sliding_pattern != 0
+
+
+def _rope_scaling(raw: Mapping[str, Any] | None) -> RopeScaling | None:
+    if not raw:
+        return None
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(raw["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(raw["factor"]),
+            float(raw["low_freq_factor"]),
+            float(raw["high_freq_factor"]),
+            int(raw["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"rope_scaling type {kind!r} is not supported; choose default, linear or llama3")
+
+
+def from_hf(raw: Mapping[str, Any], dtype: str = "float32") -> ModelConfig:
+    """Builds a `ModelConfig` from the contents of a Hugging Face `config.json`.
+
+    Raises:
+        ValueError: the `model_type` is not one of `FAMILIES` (or `gemma3_text`).
+    """
+    if "text_config" in raw and raw.get("model_type") == "gemma3":
+        raw = {**raw["text_config"], "model_type": "gemma3"}
+    family = {"gemma3_text": "gemma3"}.get(raw["model_type"], raw["model_type"])
+    if family not in FAMILIES:
+        raise ValueError(f"model_type={raw['model_type']!r} is not supported; choose one of {', '.join(FAMILIES)}")
+    rope = dict(raw.get("rope_parameters") or {})
+    full_rope = rope.get("full_attention", rope)
+    heads = raw["num_attention_heads"]
+    theta_default = {"gemma3": 1_000_000.0}.get(family, 10_000.0)
+    common: dict[str, Any] = dict(
+        family=family,
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        max_positions=raw.get("max_position_embeddings", 8192),
+        rope_theta=float(full_rope.get("rope_theta", raw.get("rope_theta", raw.get("rotary_emb_base", theta_default)))),
+        norm_eps=float(raw.get("rms_norm_eps", raw.get("layer_norm_eps", 1e-5))),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", family == "gemma3")),
+        rope_scaling=_rope_scaling(raw.get("rope_scaling") or full_rope),
+        dtype=dtype,
+    )
+    if family == "llama":
+        common.update(qkv_bias=bool(raw.get("attention_bias", False)), dense_bias=bool(raw.get("mlp_bias", False)))
+        if common["qkv_bias"] or common["dense_bias"]:
+            raise ValueError("llama with attention_bias or mlp_bias is not supported; both must be false")
+    elif family == "qwen2":
+        common.update(qkv_bias=True)
+    elif family == "qwen3":
+        if raw.get("attention_bias"):
+            raise ValueError("qwen3 with attention_bias is not supported; it must be false")
+        common.update(qk_norm=True)
+    elif family == "gemma3":
+        local = rope.get("sliding_attention", {})
+        common.update(
+            qk_norm=True,
+            norm_offset=1.0,
+            activation="gelu_tanh",
+            embed_scale=float(raw["hidden_size"]) ** 0.5,
+            post_norms=True,
+            query_scale=float(raw.get("query_pre_attn_scalar", common["head_dim"])) ** -0.5,
+            sliding_window=raw.get("sliding_window"),
+            sliding_pattern=_sliding_pattern(raw),
+            local_rope_theta=float(local.get("rope_theta", raw.get("rope_local_base_freq", 10_000.0))),
+        )
+    elif family == "gpt_neox":
+        common.update(
+            qkv_bias=True,
+            dense_bias=True,
+            norm="layer",
+            activation="gelu" if raw.get("hidden_act", "gelu") == "gelu" else "gelu_tanh",
+            gated_mlp=False,
+            parallel_residual=bool(raw.get("use_parallel_residual", True)),
+            rotary_fraction=float(full_rope.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))),
+        )
+    return ModelConfig(**common)
+
+
+def _sliding_pattern(raw: Mapping[str, Any]) -> int:
+    kinds = raw.get("layer_types")
+    if not kinds:
+        return int(raw.get("sliding_window_pattern", 6))
+    if "full_attention" not in kinds:
+        return len(kinds) + 1
+    pattern = kinds.index("full_attention") + 1
+    expected = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(len(kinds))]
+    if list(kinds) != expected:
+        raise ValueError(f"layer_types={kinds!r} is not a regular pattern of local and global layers")
+    return pattern
