@@ -1,0 +1,44 @@
+"""The bandit that does not learn: one arm for ever. Runs with it depend on no clock."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adrl_jax.bandit.base import Bandit, checked
+
+
+class FixedState(NamedTuple):
+    """Attributes:
+    reports: int32 `[]`, launches reported so far.
+    """
+
+    reports: jax.Array
+
+
+def fixed(arm: int, num_arms: int | None = None) -> Bandit:
+    """Always picks `arm`.
+
+    Args:
+        arm: index into the run's strategies.
+        num_arms: how many strategies there are; `arm + 1` where not given.
+
+    Raises:
+        ValueError: `arm` is not in `[0, num_arms)`.
+    """
+    num_arms = arm + 1 if num_arms is None else num_arms
+    if not 0 <= arm < num_arms:
+        raise ValueError(f"arm={arm!r} must be in [0, {num_arms})")
+
+    def init():
+        return FixedState(jnp.zeros((), jnp.int32))
+
+    def select(state, key, running):
+        del state, key, running
+        return jnp.int32(arm)
+
+    def update(state, arm, running, tokens, seconds):
+        del arm, running, tokens, seconds
+        return FixedState(state.reports + 1)
+
+    return checked(Bandit(init, select, update), num_arms)
