@@ -197,3 +197,59 @@ def _sliding_pattern(raw: Mapping[str, Any]) -> int:
     if list(kinds) != expected:
         raise ValueError(f"layer_types={kinds!r} is not a regular pattern of local and global layers")
     return pattern
+
+
+_HF_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The contents of a Hugging Face `config.json` for `config`: the inverse of `from_hf` (the dtype aside)."""
+    c = config
+    raw: dict[str, Any] = dict(
+        architectures=[_HF_CLASSES[c.family]],
+        model_type="gemma3_text" if c.family == "gemma3" else c.family,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        max_position_embeddings=c.max_positions,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=c.tie_embeddings,
+    )
+    if c.rope_scaling is not None:
+        raw["rope_scaling"] = {"rope_type": c.rope_scaling.kind, "factor": c.rope_scaling.factor}
+        if c.rope_scaling.kind == "llama3":
+            raw["rope_scaling"].update(
+                low_freq_factor=c.rope_scaling.low_freq_factor,
+                high_freq_factor=c.rope_scaling.high_freq_factor,
+                original_max_position_embeddings=c.rope_scaling.original_positions,
+            )
+    if c.family == "gpt_neox":
+        return raw | dict(
+            layer_norm_eps=c.norm_eps,
+            hidden_act="gelu" if c.activation == "gelu" else "gelu_new",
+            rotary_pct=c.rotary_fraction,
+            rotary_emb_base=c.rope_theta,
+            use_parallel_residual=c.parallel_residual,
+        )
+    raw |= dict(num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps)
+    if c.family == "gemma3":
+        kinds = ["sliding_attention" if c.is_local(i) else "full_attention" for i in range(c.num_layers)]
+        raw |= dict(
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=c.scale**-2,
+            sliding_window=c.sliding_window,
+            sliding_window_pattern=c.sliding_pattern,
+            layer_types=kinds,
+            rope_local_base_freq=c.local_rope_theta,
+        )
+    else:
+        raw |= dict(hidden_act="silu")
+    return raw
