@@ -1,0 +1,54 @@
+"""The arms a controller chooses from: which drafter, and how many tokens it may propose."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One way to decode a round.
+
+    Attributes:
+        drafter: the drafter's name, or `none`.
+        depth: drafted tokens along one path, 0 exactly when there is no drafter.
+        width: candidates kept a level; 1 is a chain.
+        verify_tokens: tokens of one verify pass a row, the last committed token included; None means `depth + 1`.
+    """
+
+    drafter: str
+    depth: int
+    width: int = 1
+    verify_tokens: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.drafter, str) or not self.drafter:
+            raise ValueError(f"Strategy.drafter={self.drafter!r} must be a drafter's name or 'none'")
+        for name, least in (("depth", 0), ("width", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Strategy.{name}={value!r} must be an integer >= {least} (drafter={self.drafter!r})")
+        if (self.drafter == "none") != (self.depth == 0):
+            raise ValueError(
+                f"Strategy.depth={self.depth} with drafter={self.drafter!r}: depth is 0 exactly for drafter 'none'"
+            )
+        most = self.depth + 1 if self.width == 1 else None
+        tokens = self.verify_tokens
+        if tokens is None:
+            object.__setattr__(self, "verify_tokens", self.depth + 1)
+        elif not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < self.depth + 1 or tokens > (most or tokens):
+            legal = f"exactly {most} for a chain" if most else f"an integer >= {self.depth + 1}"
+            raise ValueError(f"Strategy.verify_tokens={tokens!r} must be {legal} (depth={self.depth}, width={self.width})")
+
+    @property
+    def speculates(self) -> bool:
+        return self.depth > 0
+
+    @property
+    def name(self) -> str:
+        """Short label, such as `off`, `eagle-d4` or `eagle-d8-w4-v32`."""
+        if not self.speculates:
+            return "off"
+        tree = "" if self.width == 1 else f"-w{self.width}-v{self.verify_tokens}"
+        return f"{self.drafter}-d{self.depth}{tree}"
+
+
+OFF = Strategy("none", 0)
