@@ -1,0 +1,266 @@
+"""All settings of a training run, their meaning, and the rules between them.
+
+Each field is declared once; `python -m experiments.train --help` lists them. A config file starts from `get_config()`:
+
+    from experiments import config
+
+    def get_config():
+        c = config.get_config()
+        c.learner.learning_rate = 1e-5
+        return c
+
+`freeze` checks types, bounds and the rules between fields, and returns the frozen `Config`. Every error is raised
+before anything is compiled and names field, value and legal choices.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from ml_collections import config_dict
+
+from adrl_jax.models.families import FAMILIES
+from experiments import rules, schema
+from experiments.schema import option
+
+VERIFICATIONS = ("coupled", "rejection")
+BANDITS = ("beg", "fixed")
+TASKS = ("division", "arithmetic", "gsm8k")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked and how answers are scored."""
+
+    name: str = option("division", "the task", choices=TASKS)
+    path: str = option("", "file or folder of the records, or a `datasets` name; only for tasks that read records")
+    train_prompts: int = option(2048, "distinct training prompts; for tasks that read records, at most this many", low=1)
+    eval_prompts: int = option(64, "held-out prompts of each evaluation", low=1)
+    difficulty: int = option(0, "the task's own size knob (digits, steps); 0 takes the task's default", low=0)
+    max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
+    reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
+    reward_workers: int = option(1, "worker processes that score responses; 0 scores in this process, without time-outs", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The policy. With `source=embedded` the sizes below apply; otherwise they come with the weights."""
+
+    source: str = option("embedded", "`embedded` (small, from scratch), `smollm2`, or the path of a weights folder or file")
+    family: str = option("llama", "architecture of the embedded model", choices=FAMILIES)
+    num_layers: int = option(4, "decoder layers", low=1)
+    hidden_size: int = option(128, "width", low=8)
+    intermediate_size: int = option(384, "width inside the MLP", low=8)
+    num_heads: int = option(4, "query heads", low=1)
+    num_kv_heads: int = option(2, "key-value heads; divides num_heads", low=1)
+    head_dim: int = option(32, "channels of a head; even", low=2)
+    max_positions: int = option(1024, "longest context, in tokens", low=2)
+    dtype: str = option(
+        "float32",
+        "activations and served weights; the learner's master weights are always float32",
+        choices=("float32", "bfloat16"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Sizes of the main loop, in optimizer-independent units."""
+
+    steps: int = option(40, "rollout batches to learn from", low=0)
+    prompts_per_step: int = option(8, "prompts of one rollout batch", low=1)
+    group_size: int = option(8, "responses to each prompt", low=1)
+    max_new_tokens: int = option(256, "response budget in tokens", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The law of training rollouts. Filters would bias the ratio and are refused here; evaluation has its own."""
+
+    temperature: float = option(1.0, "divides the logits", above=0)
+    top_k: int = option(0, "keep the k likeliest tokens; 0 keeps all", low=0)
+    top_p: float = option(1.0, "keep the smallest set of this mass; 1 keeps all", above=0, high=1)
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0 keeps all", low=0, below=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Held-out prompts, before training, every so often, and after."""
+
+    every: int = option(0, "training steps between evaluations; 0 evaluates only before and after", low=0)
+    samples: int = option(1, "responses to each held-out prompt", low=1)
+    temperature: float = option(1.0, "divides the logits; 0 takes the likeliest token", low=0)
+    top_k: int = option(0, "keep the k likeliest tokens; 0 keeps all", low=0)
+    top_p: float = option(1.0, "keep the smallest set of this mass; 1 keeps all", above=0, high=1)
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0 keeps all", low=0, below=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """The engine: which strategies it may use and which shapes it compiles."""
+
+    strategies: tuple[str, ...] = option(
+        ("off", "ngram-d4", "eagle-d2", "eagle-d4", "eagle-d6"),
+        "arms, each `off` or `<drafter>-d<depth>` with a drafter of " + ", ".join(rules.DRAFTERS) + "; `off` must be one",
+    )
+    verification: str = option(
+        "coupled", "`coupled`: the same tokens as without speculation; `rejection`: the same law", choices=VERIFICATIONS
+    )
+    max_batch: int = option(64, "requests decoded at once", low=1)
+    batch_buckets: tuple[int, ...] = option(
+        (), "batch sizes that are compiled, ascending; the last is max_batch. Empty: powers of two up to max_batch", low=1
+    )
+    cache_bucket: int = option(64, "cache capacities are multiples of this many tokens", low=1)
+    rounds_per_launch: int = option(16, "decode rounds between two looks of the host", low=1)
+    replay_arms: str = option("", "arms.jsonl of an earlier run, whose choices are repeated instead of asking the bandit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandit:
+    """Who picks the strategy of the next launch."""
+
+    name: str = option(
+        "beg", "`beg`: bucketed epsilon-greedy over measured tokens per second; `fixed`: always `arm`", choices=BANDITS
+    )
+    arm: str = option("off", "the strategy that `fixed` runs; one of rollout.strategies")
+    thresholds: tuple[int, ...] = option(
+        (), "first batch size of each bucket, starting at 1, one for each distinct depth. Empty: 1, 3, 6, 12, …", low=1
+    )
+    epsilon: float = option(0.1, "share of launches that try a random arm", low=0, high=1)
+    window: int = option(64, "launches remembered for each arm and bucket", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """Drafters and how the learned one is trained along with the policy."""
+
+    learning_rate: float = option(1e-3, "step size of the eagle drafter's own AdamW", above=0)
+    warmup_steps: int = option(0, "updates of linear warm-up", low=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
+    max_grad_norm: float = option(1.0, "clip the drafter's gradient to this norm", above=0)
+    feature_weight: float = option(1.0, "weight of the smooth-L1 loss on hidden states", low=0)
+    token_weight: float = option(0.1, "weight of the soft cross-entropy on token laws", low=0)
+    ngram_max: int = option(3, "longest suffix that prompt lookup searches for", low=1)
+    ngram_min: int = option(1, "shortest suffix that prompt lookup searches for; at most ngram_max", low=1)
+    model: str = option("", "weights of the independent draft model, where a strategy uses it: `smollm2` or a path")
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """Loss and optimizer of the policy."""
+
+    advantage: str = option(
+        "grpo",
+        "`grpo`: (r - mean) / std in the group; `dr_grpo`: r - mean; `rloo`: leave-one-out baseline",
+        choices=("grpo", "dr_grpo", "rloo"),
+    )
+    aggregation: str = option(
+        "token_mean", "over what the loss is averaged", choices=("token_mean", "sequence_mean", "fixed_length")
+    )
+    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this", low=0, below=1)
+    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this", low=0)
+    learning_rate: float = option(1e-5, "AdamW's peak step size", above=0)
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up", low=0)
+    schedule: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
+    beta1: float = option(0.9, "AdamW's decay of the first moment", low=0, below=1)
+    beta2: float = option(0.99, "AdamW's decay of the second moment", low=0, below=1)
+    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
+    max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)
+    minibatches: int = option(1, "optimizer steps on one rollout batch; divides train.prompts_per_step", low=1)
+    layout: str = option(
+        "prefix_shared",
+        "`prefix_shared` computes a group's prompt once; `plain` once a response",
+        choices=("prefix_shared", "plain"),
+    )
+    row_length: int = option(0, "tokens of a packed row; 0 chooses by measured cost", low=0)
+    microbatch_rows: int = option(1, "packed rows whose gradient is computed at once on each device", low=1)
+    remat: bool = option(False, "recompute activations in the backward pass to save memory")
+    devices: int = option(1, "devices that the packed rows are spread over", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """Supervised updates on the task's worked examples before RL; they train the eagle drafter too."""
+
+    steps: int = option(0, "updates; 0 skips the warm start", low=0)
+    batch_size: int = option(64, "examples of an update", low=1)
+    learning_rate: float = option(
+        1e-3, "AdamW's peak step size, with linear warm-up over a tenth of the steps and cosine decay", above=0
+    )
+    examples: int = option(4096, "distinct worked examples, none of them an evaluation prompt", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """When the whole state is saved. The last step and a SIGTERM always save."""
+
+    every: int = option(10, "steps between saves, warm-start updates counted too", low=1)
+    keep: int = option(2, "latest checkpoints that stay on disk", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What a run writes beside checkpoints."""
+
+    tensorboard: bool = option(True, "write TensorBoard event files to workdir/tensorboard")
+    samples_per_step: int = option(16, "rollouts of each step that go to samples.jsonl; 0 writes none", low=0)
+    report: bool = option(True, "write report.html at the end")
+    compare_repeats: int = option(
+        3, "timed repeats, each with and without speculation, of the closing comparison; 0 skips it", low=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """The machine."""
+
+    compilation_cache: str = option(
+        "default",
+        "JAX's persistent compilation cache: a folder, `default` (~/.cache/adrl_jax/xla), `workdir` "
+        "(below the workdir), or `off`",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    seed: int = option(0, "names all randomness of the run", low=0, high=2**31 - 1)
+    task: Task = dataclasses.field(default_factory=Task)
+    model: Model = dataclasses.field(default_factory=Model)
+    train: Train = dataclasses.field(default_factory=Train)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
+    rollout: Rollout = dataclasses.field(default_factory=Rollout)
+    bandit: Bandit = dataclasses.field(default_factory=Bandit)
+    drafter: Drafter = dataclasses.field(default_factory=Drafter)
+    learner: Learner = dataclasses.field(default_factory=Learner)
+    warm_start: WarmStart = dataclasses.field(default_factory=WarmStart)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    log: Log = dataclasses.field(default_factory=Log)
+    runtime: Runtime = dataclasses.field(default_factory=Runtime)
+
+
+def get_config() -> config_dict.ConfigDict:
+    """All defaults, for config files and notebooks to edit."""
+    return schema.defaults(Config)
+
+
+def freeze(config: Any) -> Config:
+    """Checks a ConfigDict (or nested mapping, or `Config`) and returns the frozen config.
+
+    Raises:
+        ConfigError: the first field or rule that does not hold.
+    """
+    c = config if isinstance(config, Config) else schema.build(Config, config)
+    rules.check(c)
+    return c
+
+
+def save(config: Config, path: Path) -> None:
+    path.write_text(json.dumps(schema.as_dict(config), indent=2) + "\n")
+
+
+def load(path: Path) -> Config:
+    """A config written by `save`, equal to the one that was saved."""
+    return schema.build(Config, json.loads(path.read_text()))

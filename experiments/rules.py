@@ -1,0 +1,172 @@
+"""Rules between fields of a training config. Each names the field to change, its value, and what would be legal."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from adrl_jax.speculation.strategy import OFF, Strategy
+from experiments.schema import ConfigError, require
+
+DRAFTERS = ("ngram", "eagle", "model")
+NEEDS_PATH = ("gsm8k",)
+HAS_WORKED_EXAMPLES = ("division", "gsm8k")
+
+
+def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
+    """`off` or `<drafter>-d<depth>` as a `Strategy`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if text == OFF.name:
+        return OFF
+    drafter, _, depth = text.rpartition("-d")
+    if drafter not in DRAFTERS or not depth.isdigit() or int(depth) < 1:
+        raise ConfigError(
+            f"{field}={text!r} is not legal: write off or <drafter>-d<depth>, drafter one of {', '.join(DRAFTERS)}"
+        )
+    return Strategy(drafter, int(depth))
+
+
+def strategies(c: Any) -> tuple[Strategy, ...]:
+    """The arms of a config, in its order."""
+    return tuple(parse_strategy(s) for s in c.rollout.strategies)
+
+
+def batch_buckets(c: Any) -> tuple[int, ...]:
+    """Compiled batch sizes: as given, or powers of two up to `max_batch`."""
+    if c.rollout.batch_buckets:
+        return c.rollout.batch_buckets
+    powers = itertools.takewhile(lambda n: n < c.rollout.max_batch, (2**i for i in itertools.count()))
+    return (*powers, c.rollout.max_batch)
+
+
+def thresholds(c: Any) -> tuple[int, ...]:
+    """First batch size of each bandit bucket: as given, or 1, 3, 6, 12, … one for each distinct depth."""
+    groups = max(1, len({s.verify_tokens for s in strategies(c) if s.speculates}))
+    return c.bandit.thresholds or (1, *(3 * 2**i for i in range(groups - 1)))
+
+
+def check(c: Any) -> None:
+    """Raises ConfigError for the first rule that does not hold."""
+    _check_sizes(c)
+    _check_model(c)
+    _check_task(c)
+    _check_rollout(c)
+    _check_bandit(c)
+
+
+def _check_sizes(c: Any) -> None:
+    kind = c.learner.advantage
+    require(
+        c.train.group_size > 1,
+        "train.group_size",
+        c.train.group_size,
+        f"learner.advantage={kind} compares the responses of a group, so it needs at least 2",
+    )
+    for name in ("top_k", "top_p", "min_p"):
+        value, neutral = getattr(c.sampling, name), {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[name]
+        require(
+            value == neutral,
+            f"sampling.{name}",
+            value,
+            f"a training rollout draws from the whole law ({neutral}), else the importance ratio is biased; "
+            f"evaluation.{name} is free",
+        )
+    n, k = c.train.prompts_per_step, c.learner.minibatches
+    require(n % k == 0, "learner.minibatches", k, f"must divide train.prompts_per_step={n}")
+    require(n <= c.task.train_prompts, "train.prompts_per_step", n, f"at most task.train_prompts={c.task.train_prompts}")
+    longest = c.task.max_prompt_tokens + c.train.max_new_tokens
+    require(
+        c.learner.row_length == 0 or c.learner.row_length >= longest,
+        "learner.row_length",
+        c.learner.row_length,
+        f"0, or at least task.max_prompt_tokens + train.max_new_tokens = {longest}",
+    )
+    require(
+        c.drafter.ngram_min <= c.drafter.ngram_max,
+        "drafter.ngram_min",
+        c.drafter.ngram_min,
+        f"at most drafter.ngram_max={c.drafter.ngram_max}",
+    )
+
+
+def _check_model(c: Any) -> None:
+    m = c.model
+    if m.source != "embedded":
+        return
+    require(
+        m.num_heads % m.num_kv_heads == 0, "model.num_kv_heads", m.num_kv_heads, f"must divide model.num_heads={m.num_heads}"
+    )
+    require(m.head_dim % 2 == 0, "model.head_dim", m.head_dim, "must be even (rotary positions come in pairs)")
+    check_positions(c, m.max_positions)
+
+
+def check_positions(c: Any, max_positions: int) -> None:
+    """The longest sequence and the drafts past its end must have positions in the model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    depth = max(s.depth for s in strategies(c))
+    prompt, new = c.task.max_prompt_tokens, c.train.max_new_tokens
+    require(
+        prompt + new + depth <= max_positions,
+        "train.max_new_tokens",
+        new,
+        f"task.max_prompt_tokens={prompt} + it + the deepest draft {depth} exceed the model's {max_positions} positions; "
+        f"at most {max_positions - prompt - depth}",
+    )
+
+
+def _check_task(c: Any) -> None:
+    name, path = c.task.name, c.task.path
+    require(
+        name not in NEEDS_PATH or bool(path),
+        "task.path",
+        path,
+        f"task.name={name} reads records; name a file, folder or data set",
+    )
+    require(name in NEEDS_PATH or not path, "task.path", path, f"task.name={name} makes its own records; leave it empty")
+    require(
+        c.warm_start.steps == 0 or name in HAS_WORKED_EXAMPLES,
+        "warm_start.steps",
+        c.warm_start.steps,
+        f"task.name={name} has no worked examples; 0, or a task of {', '.join(HAS_WORKED_EXAMPLES)}",
+    )
+
+
+def _check_rollout(c: Any) -> None:
+    arms = strategies(c)
+    names = c.rollout.strategies
+    require(len(set(arms)) == len(arms), "rollout.strategies", names, "each arm once")
+    require(OFF in arms, "rollout.strategies", names, "off must be among them: every controller needs the way out")
+    buckets = c.rollout.batch_buckets
+    require(list(buckets) == sorted(set(buckets)), "rollout.batch_buckets", buckets, "must ascend")
+    require(
+        not buckets or buckets[-1] == c.rollout.max_batch,
+        "rollout.batch_buckets",
+        buckets,
+        f"the last must be rollout.max_batch={c.rollout.max_batch}",
+    )
+    needs_model = any(s.drafter == "model" for s in arms)
+    require(
+        needs_model == bool(c.drafter.model),
+        "drafter.model",
+        c.drafter.model,
+        "set it exactly when rollout.strategies has a `model` arm",
+    )
+    replay = c.rollout.replay_arms
+    require(not replay or Path(replay).is_file(), "rollout.replay_arms", replay, "no such file")
+
+
+def _check_bandit(c: Any) -> None:
+    require(c.bandit.arm in c.rollout.strategies, "bandit.arm", c.bandit.arm, f"one of {', '.join(c.rollout.strategies)}")
+    given = c.bandit.thresholds
+    groups = max(1, len({s.verify_tokens for s in strategies(c) if s.speculates}))
+    require(
+        not given or (len(given) == groups and given[0] == 1 and list(given) == sorted(set(given))),
+        "bandit.thresholds",
+        given,
+        f"must start at 1, ascend, and have one entry for each of the {groups} distinct depths in rollout.strategies",
+    )
