@@ -3,10 +3,12 @@
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import numpy as np
 
 
 def render(
@@ -45,6 +47,36 @@ def render(
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template failed: {error}") from error
+
+
+def supervised_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation that ends with an assistant's turn, as token ids to train on.
+
+    What counts as the reply is found by lengths: the prompt is what generation would start from, the reply is the rest up
+    to its end token. Marks in the template are not needed.
+
+    Args:
+        tokenizer: a `Tokenizer` with a chat template.
+        messages: the last one has the role `assistant`.
+
+    Returns:
+        prompt ids int32 `[P]` and reply ids int32 `[R]`, the end token included.
+
+    Raises:
+        ValueError: the last turn is not the assistant's, the template does not continue its own generation prompt, or the
+            reply is empty or without an end token.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        raise ValueError("the last message must have the role 'assistant'")
+    prompt = tokenizer.chat(messages[:-1], add_generation_prompt=True)
+    text = tokenizer.chat(messages, add_generation_prompt=False)
+    if not text.startswith(prompt):
+        raise ValueError(f"the chat template of {tokenizer.name!r} does not continue its own generation prompt")
+    reply = tokenizer.encode(text[len(prompt) :])
+    ends = np.flatnonzero(np.isin(reply, tokenizer.eos_ids))
+    if not ends.size or not ends[0]:
+        raise ValueError(f"the reply {messages[-1]['content']!r} is empty or the chat template gives it no end token")
+    return tokenizer.encode(prompt), reply[: ends[0] + 1]
 
 
 def _raise(message: str) -> None:

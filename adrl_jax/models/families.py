@@ -100,40 +100,101 @@ class ModelConfig:
         return self.sliding_window is not None and (layer + 1) % self.sliding_pattern != 0
 
 
-def _rope_scaling(raw: Mapping[str, Any] | None) -> RopeScaling | None:
-    if not raw:
-        return None
+# What Hugging Face takes where a `config.json` leaves a field out (Gemma 3's published ones leave out most).
+_LLAMA_DEFAULTS = dict(rope_theta=10_000.0, rms_norm_eps=1e-6, tie_word_embeddings=False, hidden_act="silu")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_DEFAULTS | dict(max_position_embeddings=2048),
+    "qwen2": _LLAMA_DEFAULTS | dict(max_position_embeddings=32_768),
+    "qwen3": _LLAMA_DEFAULTS | dict(max_position_embeddings=32_768, head_dim=128),
+    "gemma3": dict(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131_072,
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+    ),
+    "gpt_neox": dict(
+        max_position_embeddings=2048,
+        rope_theta=10_000.0,
+        rotary_pct=0.25,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        hidden_act="gelu",
+        use_parallel_residual=True,
+        attention_bias=True,
+    ),
+}
+
+# Fields that would change the arithmetic, with the values whose arithmetic is implemented.
+_IMPLEMENTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": dict(hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None)),
+    "qwen2": dict(hidden_act=("silu",), use_sliding_window=(False, None)),
+    "qwen3": dict(hidden_act=("silu",), use_sliding_window=(False, None), attention_bias=(False, None)),
+    "gemma3": dict(
+        hidden_activation=("gelu_pytorch_tanh", None),
+        attention_bias=(False, None),
+        final_logit_softcapping=(None,),
+        attn_logit_softcapping=(None,),
+        use_bidirectional_attention=(False, None),
+    ),
+    "gpt_neox": dict(hidden_act=("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), attention_bias=(True,)),
+}
+
+
+def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(raw["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(raw["factor"]),
-            float(raw["low_freq_factor"]),
-            float(raw["high_freq_factor"]),
-            int(raw["original_max_position_embeddings"]),
-        )
+    try:
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return RopeScaling("linear", float(raw["factor"]))
+        if kind == "llama3":
+            return RopeScaling(
+                "llama3",
+                float(raw["factor"]),
+                float(raw["low_freq_factor"]),
+                float(raw["high_freq_factor"]),
+                int(raw["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks the field {error.args[0]!r}") from None
     raise ValueError(f"rope_scaling type {kind!r} is not supported; choose default, linear or llama3")
 
 
 def from_hf(raw: Mapping[str, Any], dtype: str = "float32") -> ModelConfig:
-    """Builds a `ModelConfig` from the contents of a Hugging Face `config.json`.
+    """Builds a `ModelConfig` from the contents of a Hugging Face `config.json`, of the old form (`rope_theta`,
+    `rope_scaling`) or the new one (`rope_parameters`).
 
     Raises:
-        ValueError: the `model_type` is not one of `FAMILIES` (or `gemma3_text`).
+        ValueError: the `model_type` is not one of `FAMILIES` (or `gemma3_text`), a size is missing, or a field asks for
+            arithmetic that is not implemented (the message names field, value and legal choices).
     """
     if "text_config" in raw and raw.get("model_type") == "gemma3":
         raw = {**raw["text_config"], "model_type": "gemma3"}
-    family = {"gemma3_text": "gemma3"}.get(raw["model_type"], raw["model_type"])
+    kind = raw.get("model_type")
+    family = {"gemma3_text": "gemma3"}.get(kind, kind)
     if family not in FAMILIES:
-        raise ValueError(f"model_type={raw['model_type']!r} is not supported; choose one of {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type={kind!r} is not supported; choose one of {', '.join(FAMILIES)}")
+    raw = {**_DEFAULTS[family], **raw}
+    for name, legal in _IMPLEMENTED[family].items():
+        if name in raw and raw[name] not in legal:
+            raise ValueError(f"{name}={raw[name]!r} is not implemented for {family}; choose {' or '.join(map(repr, legal))}")
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in raw:
+            raise ValueError(f"config.json of this {family} model lacks the field {name!r}")
     rope = dict(raw.get("rope_parameters") or {})
-    full_rope = rope.get("full_attention", rope)
+    global_rope = dict(rope.get("full_attention", rope))
     heads = raw["num_attention_heads"]
-    theta_default = {"gemma3": 1_000_000.0}.get(family, 10_000.0)
     common: dict[str, Any] = dict(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -143,45 +204,42 @@ def from_hf(raw: Mapping[str, Any], dtype: str = "float32") -> ModelConfig:
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        max_positions=raw.get("max_position_embeddings", 8192),
-        rope_theta=float(full_rope.get("rope_theta", raw.get("rope_theta", raw.get("rotary_emb_base", theta_default)))),
-        norm_eps=float(raw.get("rms_norm_eps", raw.get("layer_norm_eps", 1e-5))),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", family == "gemma3")),
-        rope_scaling=_rope_scaling(raw.get("rope_scaling") or full_rope),
+        max_positions=raw["max_position_embeddings"],
+        rope_theta=float(global_rope.get("rope_theta", raw.get("rotary_emb_base", raw["rope_theta"]))),
+        norm_eps=float(raw["layer_norm_eps" if family == "gpt_neox" else "rms_norm_eps"]),
+        tie_embeddings=bool(raw["tie_word_embeddings"]),
+        rope_scaling=_rope_scaling(raw.get("rope_scaling") or global_rope),
         dtype=dtype,
     )
-    if family == "llama":
-        common.update(qkv_bias=bool(raw.get("attention_bias", False)), dense_bias=bool(raw.get("mlp_bias", False)))
-        if common["qkv_bias"] or common["dense_bias"]:
-            raise ValueError("llama with attention_bias or mlp_bias is not supported; both must be false")
-    elif family == "qwen2":
+    if family == "qwen2":
         common.update(qkv_bias=True)
     elif family == "qwen3":
-        if raw.get("attention_bias"):
-            raise ValueError("qwen3 with attention_bias is not supported; it must be false")
         common.update(qk_norm=True)
     elif family == "gemma3":
         local = rope.get("sliding_attention", {})
+        if _rope_scaling(local) is not None:
+            raise ValueError(f"rope_parameters.sliding_attention={local!r} is not implemented; its rope_type must be default")
         common.update(
             qk_norm=True,
             norm_offset=1.0,
             activation="gelu_tanh",
             embed_scale=float(raw["hidden_size"]) ** 0.5,
             post_norms=True,
-            query_scale=float(raw.get("query_pre_attn_scalar", common["head_dim"])) ** -0.5,
-            sliding_window=raw.get("sliding_window"),
+            query_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
+            sliding_window=raw["sliding_window"],
             sliding_pattern=_sliding_pattern(raw),
-            local_rope_theta=float(local.get("rope_theta", raw.get("rope_local_base_freq", 10_000.0))),
+            local_rope_theta=float(local.get("rope_theta", raw["rope_local_base_freq"])),
         )
     elif family == "gpt_neox":
         common.update(
+            num_kv_heads=heads,
             qkv_bias=True,
             dense_bias=True,
             norm="layer",
-            activation="gelu" if raw.get("hidden_act", "gelu") == "gelu" else "gelu_tanh",
+            activation="gelu" if raw["hidden_act"] == "gelu" else "gelu_tanh",
             gated_mlp=False,
-            parallel_residual=bool(raw.get("use_parallel_residual", True)),
-            rotary_fraction=float(full_rope.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))),
+            parallel_residual=bool(raw["use_parallel_residual"]),
+            rotary_fraction=float(global_rope.get("partial_rotary_factor", raw["rotary_pct"])),
         )
     return ModelConfig(**common)
 
@@ -189,7 +247,7 @@ def from_hf(raw: Mapping[str, Any], dtype: str = "float32") -> ModelConfig:
 def _sliding_pattern(raw: Mapping[str, Any]) -> int:
     kinds = raw.get("layer_types")
     if not kinds:
-        return int(raw.get("sliding_window_pattern", 6))
+        return int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
     if "full_attention" not in kinds:
         return len(kinds) + 1
     pattern = kinds.index("full_attention") + 1
@@ -242,9 +300,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     raw |= dict(num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps)
     if c.family == "gemma3":
         kinds = ["sliding_attention" if c.is_local(i) else "full_attention" for i in range(c.num_layers)]
+        scalar = round(c.scale**-2, 9)
         raw |= dict(
             hidden_activation="gelu_pytorch_tanh",
-            query_pre_attn_scalar=c.scale**-2,
+            query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
             sliding_window=c.sliding_window,
             sliding_window_pattern=c.sliding_pattern,
             layer_types=kinds,

@@ -264,12 +264,19 @@ def config(file: GgufFile) -> dict[str, Any]:
         tie_word_embeddings="output.weight" not in file.tensors,
         rope_scaling=_rope_scaling(file, field, head_dim),
     )
+    if kind != "gpt_neox" and field("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(
+            f"{file.path}: {arch}.rope.dimension_count={field('rope.dimension_count')} differs from the head size {head_dim}; "
+            f"{kind} models with partly rotated heads are not supported"
+        )
     if kind == "gemma3":
         # The query scale is not stored; only the 27B model (62 layers) departs from the head size.
         scalar = hidden // heads if raw["num_hidden_layers"] == 62 else head_dim
         raw.update(
             query_pre_attn_scalar=scalar,
             sliding_window=field("attention.sliding_window"),
+            sliding_window_pattern=field("attention.sliding_window_pattern", 6),
+            final_logit_softcapping=field("final_logit_softcapping", None),
             rope_local_base_freq=field("rope.freq_base_swa", 10_000.0),
         )
     if kind == "gpt_neox":
@@ -285,8 +292,9 @@ def _rope_scaling(file: GgufFile, field: Any, head_dim: int) -> dict[str, Any] |
     kind = field("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ValueError(f"{file.path}: rope.scaling.type={kind!r} is not supported; choose none or linear")
+    factor = field("rope.scaling.factor") if kind == "linear" else field("rope.scale_linear", 1.0)
     if "rope_freqs.weight" not in file.tensors:
-        return {"rope_type": "linear", "factor": field("rope.scaling.factor")} if kind == "linear" else None
+        return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     # Llama 3.x files store the divisor of each frequency instead of the rule; find the rule and hold it against them.
     divisors = file.read("rope_freqs.weight")
     rule = dict(rope_type="llama3", factor=float(divisors.max()), low_freq_factor=1.0, high_freq_factor=4.0)

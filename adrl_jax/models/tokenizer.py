@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,9 +77,11 @@ class Tokenizer(abc.ABC):
         digest = hashlib.sha256()
         for token, i in sorted(self.vocabulary().items(), key=lambda item: item[1]):
             digest.update(f"{i}\0{token}\0".encode())
-        if not isinstance(self, CharTokenizer):
-            digest.update(self.encode(_PROBE).tobytes())
+        digest.update(self._probe_ids().tobytes())
         return digest.hexdigest()[:16]
+
+    def _probe_ids(self) -> np.ndarray:
+        return self.encode(_PROBE)
 
     def _check_ids(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         ids = [int(i) for i in np.asarray(ids).reshape(-1)]
@@ -147,6 +150,8 @@ class FastTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """One id a character, for procedural tasks: 0 pads, 1 ends, 2 begins, then the alphabet in its order.
 
+    The spellings `<pad>`, `<eos>` and `<bos>` in a text (a chat template's, say) become those ids.
+
     Raises:
         ValueError: an empty alphabet or a character that occurs twice; at `encode`, a character that is not in it.
     """
@@ -163,8 +168,9 @@ class CharTokenizer(Tokenizer):
         self.pad_id, eos, self.bos_id = 0, 1, 2
         self.eos_ids = (eos,)
         self.chat_template = chat_template
-        self._ids = {c: i + len(self.SPECIAL) for i, c in enumerate(alphabet)}
         self._tokens = [*self.SPECIAL, *alphabet]
+        self._ids = {token: i for i, token in enumerate(self._tokens)}
+        self._split = re.compile("|".join(self.SPECIAL) + "|.", re.DOTALL).findall
 
     @property
     def size(self) -> int:
@@ -172,7 +178,7 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str, add_bos: bool = False) -> np.ndarray:
         try:
-            ids = [self._ids[c] for c in text]
+            ids = [self._ids[token] for token in self._split(text)]
         except KeyError as error:
             raise ValueError(f"character {error.args[0]!r} is not in the alphabet of tokenizer {self.name!r}") from None
         return np.array([self.bos_id, *ids] if add_bos else ids, np.int32)
@@ -182,7 +188,10 @@ class CharTokenizer(Tokenizer):
         return "".join(self._tokens[i] for i in self._check_ids(ids) if i >= first)
 
     def vocabulary(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate(self._tokens)}
+        return dict(self._ids)
+
+    def _probe_ids(self) -> np.ndarray:
+        return np.array([self._ids.get(token, self.pad_id) for token in self._split(_PROBE)], np.int32)
 
     def save(self, folder: str | os.PathLike) -> None:
         backend = tokenizers.Tokenizer(WordLevel(self.vocabulary(), unk_token=self.SPECIAL[0]))
@@ -190,6 +199,14 @@ class CharTokenizer(Tokenizer):
         backend.decoder = decoders.Fuse()
         backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in self.SPECIAL])
         _save(self, backend, pathlib.Path(folder))
+
+
+def check_same(first: Tokenizer, second: Tokenizer) -> None:
+    """Raises ValueError, naming both, where two models that must share token ids (policy and drafter) do not."""
+    if first.fingerprint() != second.fingerprint():
+        raise ValueError(
+            f"tokenizers {first.name!r} (size {first.size}) and {second.name!r} (size {second.size}) give different ids"
+        )
 
 
 def from_file(path: str | os.PathLike) -> FastTokenizer:

@@ -5,8 +5,10 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +50,25 @@ class Tensors(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+class LanguageModel:
+    """The language half of a checkpoint that also sees images (Gemma 3 from 4B up), under a plain model's names."""
+
+    def __init__(self, tensors: Tensors):
+        self._tensors = tensors
+        self._names = {}
+        for name in tensors.names():
+            if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name):
+                continue
+            # Older exports put `language_model.` before `model.`, newer ones after it.
+            self._names[re.sub(r"^language_model\.|(?<=^model\.)language_model\.", "", name)] = name
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors.read(self._names[name])
+
+
 def load(path: str | os.PathLike, dtype: str = "float32", *, with_tokenizer: bool = True) -> Model:
     """Loads a model.
 
@@ -78,6 +99,8 @@ def load(path: str | os.PathLike, dtype: str = "float32", *, with_tokenizer: boo
             raise FileNotFoundError(f"{folder / 'config.json'}: absent; a safetensors checkpoint needs its config beside it")
         config = families.from_hf(safetensors_file.read_json(folder / "config.json"), dtype)
         tensors = safetensors_file.SafetensorsFiles(path)
+        if config.family == "gemma3":
+            tensors = LanguageModel(tensors)
         if with_tokenizer and (folder / "tokenizer.json").is_file():
             tokenizer = tokenizers.from_file(folder)
     if tokenizer is not None:
@@ -162,12 +185,16 @@ def save_hf(
     """Writes a folder that `transformers` and `load` read: config, safetensors in the dtype of `params`, tokenizer.
 
     Raises:
-        ValueError: a parameter is missing or has another shape than the config says.
+        ValueError: a parameter is missing, left over (the engine's layout of a tied model has its head twice), or has
+            another shape than the config says.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     raw = families.to_hf(config)
     spec = hf_names.leaves(config)
+    paths = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    if extra := {"/".join(path) for path in paths - {leaf.path for leaf in spec}}:
+        raise ValueError(f"the parameter tree holds arrays that this {config.family} config has not: {_listing(extra)}")
     dtype = np.dtype(hf_names.get(params, spec[0].path).dtype)
     raw["torch_dtype"] = dtype.name
     if tokenizer is not None:
