@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from adrl_jax.models.kv_cache import KVCache
+
 Draw = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 """`draw(logits [B, 1, V], positions [B, 1]) -> (ids int32 [B, 1], log_q float32 [B, 1, V] or None)`.
 
@@ -122,3 +124,15 @@ def draft_chain(
     if log_q is not None:
         log_q = jnp.concatenate([log_q, more_q[:, :, 0].swapaxes(0, 1)], axis=1)
     return tokens, log_q, carry
+
+
+def grow_cache(cache: KVCache, capacity: int) -> KVCache:
+    """`cache` with room for `capacity` tokens a row.
+
+    Raises:
+        ValueError: `capacity` is less than the cache has.
+    """
+    extra = capacity - cache.capacity
+    if extra < 0:
+        raise ValueError(f"capacity={capacity} is less than the {cache.capacity} the cache has; caches only grow")
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), cache)
