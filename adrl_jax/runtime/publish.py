@@ -1,0 +1,96 @@
+"""Versioned, immutable snapshots of what the engine serves.
+
+The learner gives its buffers away at every update, so a snapshot never shares one with it. Each snapshot carries a
+version and a fingerprint of policy and drafter: the policy's changes by updates only, the drafter's by its own.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adrl_jax.checkpoint import named_arrays
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.transformer import engine_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """One published pair of policy and drafter.
+
+    Attributes:
+        params: the policy in the engine's layout.
+        version: policy updates behind it.
+        drafter_params: by drafter name.
+        drafter_version: drafter updates behind it.
+        fingerprint: of the learner's policy weights, 16 hex digits.
+        drafter_fingerprint: of the trained drafter's weights; empty where none is trained.
+    """
+
+    params: Any
+    version: int
+    drafter_params: Mapping[str, Any]
+    drafter_version: int
+    fingerprint: str
+    drafter_fingerprint: str
+
+
+def snapshot(
+    params: Any,
+    version: int,
+    config: ModelConfig,
+    *,
+    drafter: Any = None,
+    drafter_version: int = 0,
+    drafter_name: str = "eagle",
+    others: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Copies the learner's weights for serving.
+
+    Args:
+        params: float32 master weights.
+        version: of them.
+        config: the policy's; its dtype is what is served.
+        drafter: the trained drafter's weights, or None.
+        drafter_version: of them.
+        drafter_name: under which the engine knows it.
+        others: weights of drafters that are not trained here, served as they are.
+    """
+    drafters = dict(others or {})
+    if drafter is not None:
+        drafters[drafter_name] = jax.tree.map(lambda x: jnp.array(x, config.compute_dtype, copy=True), drafter)
+    served = jax.block_until_ready(engine_layout(params, config))
+    return Snapshot(
+        served,
+        int(version),
+        drafters,
+        int(drafter_version),
+        fingerprint(params),
+        "" if drafter is None else fingerprint(drafter),
+    )
+
+
+def fingerprint(tree: Any) -> str:
+    """16 hex digits that change when any bit of any leaf, a leaf's name or its dtype changes (not a cryptographic hash)."""
+    sums = named_arrays(_checksums(tree))
+    digest = hashlib.sha256()
+    for name, leaf in named_arrays(tree).items():
+        digest.update(f"{name} {leaf.dtype} {leaf.shape} {int(sums[name])};".encode())
+    return digest.hexdigest()[:16]
+
+
+@jax.jit
+def _checksums(tree: Any) -> Any:
+    return jax.tree.map(_checksum, tree)
+
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """Wrapping uint32 sum of all words, each multiplied by an odd number of its place, so that order counts."""
+    bits = leaf.reshape(-1)
+    if not jnp.issubdtype(bits.dtype, jnp.integer):
+        bits = jax.lax.bitcast_convert_type(bits, {2: jnp.uint16, 4: jnp.uint32}[bits.dtype.itemsize])
+    place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B1) | jnp.uint32(1)
+    return jnp.sum(bits.astype(jnp.uint32) * place, dtype=jnp.uint32)
