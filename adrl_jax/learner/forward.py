@@ -1,0 +1,90 @@
+"""The policy's forward pass over packed rows: hidden states, then log-probs of the targets.
+
+`M` rows, `T` tokens a row, `U` targets a row, `H` hidden size, `V` vocabulary.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adrl_jax.learner.attention import packed_attention
+from adrl_jax.learner.log_probs import token_log_probs
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.transformer import Transformer
+from adrl_jax.types import PackedBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """How log-probs are computed. The law must be the one that sampled.
+
+    Attributes:
+        temperature: of the sampling law, > 0.
+        valid_vocab: ids at or past it have probability 0; None where the whole vocabulary is valid.
+        remat: recompute each layer in the backward pass: less memory, about a third more work.
+        vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
+    """
+
+    temperature: float = 1.0
+    valid_vocab: int | None = None
+    remat: bool = False
+    vocab_block: int | None = None
+
+    def __post_init__(self):
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r} must be finite and positive: training rollouts are sampled")
+        for name in ("valid_vocab", "vocab_block"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer or None")
+
+
+class Forward(NamedTuple):
+    """What a pass over packed rows yields.
+
+    Attributes:
+        hidden: `[M, T, H]`, final-norm hidden states.
+        log_probs: float32 `[M, U]`, of the targets at the sampling temperature.
+        entropy: float32 `[M, U]`, nats, of the laws they come from.
+    """
+
+    hidden: jax.Array
+    log_probs: jax.Array
+    entropy: jax.Array
+
+
+def hidden_states(params: Any, model_config: ModelConfig, batch: PackedBatch, *, remat: bool = False) -> jax.Array:
+    """Final-norm hidden states `[M, T, H]` of packed rows."""
+    attend = packed_attention(batch.segment_ids, batch.branch_ids, batch.positions)
+    # Rows end to end: every matrix product of the model, forward and backward, is then a plain two-dimensional one.
+    flat = (1, batch.token_ids.size)
+    hidden, _ = Transformer(model_config).apply(
+        {"params": params}, batch.token_ids.reshape(flat), batch.positions.reshape(flat), attend=attend, remat=remat
+    )
+    return hidden.reshape(*batch.token_ids.shape, -1)
+
+
+def source_hidden(hidden: jax.Array, batch: PackedBatch) -> jax.Array:
+    """The hidden state that predicts each target, `[M, U, H]`; siblings share the last prompt token's."""
+    return jnp.take_along_axis(hidden, batch.source_index[..., None], axis=1)
+
+
+def forward(
+    params: Any, model_config: ModelConfig, config: ForwardConfig, batch: PackedBatch, *, entropy_gradient: bool = False
+) -> Forward:
+    """Runs the policy over packed rows. Only response positions meet the vocabulary projection."""
+    hidden = hidden_states(params, model_config, batch, remat=config.remat)
+    sources = source_hidden(hidden, batch)
+    log_probs, entropy = token_log_probs(
+        params,
+        sources.reshape(-1, sources.shape[-1]),
+        batch.target_ids.reshape(-1),
+        config.temperature,
+        valid_vocab=config.valid_vocab,
+        vocab_block=config.vocab_block,
+        entropy_gradient=entropy_gradient,
+    )
+    shape = batch.target_ids.shape
+    return Forward(hidden, log_probs.reshape(shape), entropy.reshape(shape))
