@@ -5,6 +5,7 @@ the run, counters, log lengths). The state is written from a private host copy, 
 while the save is still going on, and it is read back against a template: names, shapes and dtypes must agree exactly.
 """
 
+import json
 import logging
 import re
 import shutil
@@ -98,9 +99,10 @@ class Checkpointer:
         self.wait()
         # np.asarray of a CPU array is a view of the very buffer that the next update gives away; hence the copy.
         copies = {name: np.array(leaf, copy=True) for name, leaf in named_arrays(state).items()}
+        record = json.loads(json.dumps(host))
         saved = self._manager.save(
             step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(_nest(copies)), host=ocp.args.JsonSave(dict(host))),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(_nest(copies)), host=ocp.args.JsonSave(record)),
             force=True,
         )
         if not saved:

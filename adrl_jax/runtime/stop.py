@@ -33,8 +33,13 @@ class Stop:
 
 @contextlib.contextmanager
 def on_signals(stop: Stop, signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[None]:
-    """Turns the first of `signals` into a request; a second one acts as if nobody had listened. Main thread only."""
+    """Turns the first of `signals` into a request; a second one acts as if nobody had listened.
+
+    Python delivers signals to the main thread only; elsewhere this does nothing and the caller's `stop` is the way.
+    """
     previous = {}
+    if threading.current_thread() is not threading.main_thread():
+        signals = ()
 
     def handle(number, frame):
         del frame

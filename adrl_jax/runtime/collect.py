@@ -1,0 +1,134 @@
+"""One batch of experience: prompts to requests, requests to rollouts, rollouts to scores and advantages.
+
+`N` rollouts.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from adrl_jax.types import FinishReason, Prompt, Request, Rollout, Score
+
+Scorer = Callable[[Sequence[tuple[Prompt, str, bool]]], list[Score]]
+"""`score([(prompt, response text, truncated), …]) -> [Score, …]`, in order."""
+
+
+class RewardError(ValueError):
+    """A reward that cannot be learnt from; the message names the response and what was wrong with its score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Rollouts with what was made of them; all lists have length N and the order of the rollouts.
+
+    Attributes:
+        rollouts: as generated.
+        prompts: the question of each.
+        texts: the decoded responses, special tokens left out.
+        scores: one each.
+        advantages: float32 `[N]`; zeros until computed.
+        frac_zero_std: share of groups whose rewards are all equal; they teach nothing.
+    """
+
+    rollouts: list[Rollout]
+    prompts: list[Prompt]
+    texts: list[str]
+    scores: list[Score]
+    advantages: np.ndarray
+    frac_zero_std: float = 0.0
+
+    @property
+    def rewards(self) -> np.ndarray:
+        return np.array([s.value for s in self.scores], np.float64)
+
+
+def requests_for(
+    prompts: Sequence[Prompt], visits: Sequence[int], samples: int, max_new_tokens: int, first_sample: int = 0
+) -> list[Request]:
+    """`samples` requests for each prompt; siblings stand together and share a group id, the prompt's place in the list."""
+    return [
+        Request(prompt, int(visit), first_sample + k, group, max_new_tokens)
+        for group, (prompt, visit) in enumerate(zip(prompts, visits, strict=True))
+        for k in range(samples)
+    ]
+
+
+def score(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], tokenizer: Any, scorer: Scorer) -> Scored:
+    """Decodes and scores finished rollouts. `prompts` has one entry a rollout.
+
+    Raises:
+        RewardError: a score is not a finite number, or the scorer failed on a response.
+    """
+    texts = [tokenizer.decode(r.response_ids, skip_special=True) for r in rollouts]
+    scores = scorer([(p, t, r.truncated) for p, t, r in zip(prompts, texts, rollouts, strict=True)])
+    if len(scores) != len(rollouts):
+        raise RewardError(f"the scorer returned {len(scores)} scores for {len(rollouts)} responses")
+    for prompt, text, s in zip(prompts, texts, scores):
+        if s.reason == "error" or not np.isfinite(s.value):
+            what = f"failed: {s.detail}" if s.reason == "error" else f"gave {s.value!r}, which is not a finite number"
+            raise RewardError(f"the reward of prompt {prompt.prompt_id} {what} (response {text[:80]!r})")
+    return Scored(list(rollouts), list(prompts), texts, list(scores), np.zeros(len(scores), np.float32))
+
+
+def with_advantages(scored: Scored, advantage: Callable[..., Any]) -> Scored:
+    """Adds advantages, by group. Scores against an unreadable reference take no part."""
+    groups = np.array([r.group_id for r in scored.rollouts])
+    valid = np.array([s.reason != "unparsed_reference" for s in scored.scores])
+    result = advantage(scored.rewards, groups, valid=valid)
+    return dataclasses.replace(scored, advantages=result.values, frac_zero_std=float(result.frac_zero_std))
+
+
+def metrics(scored: Scored) -> dict[str, float]:
+    """Numbers of a batch: `reward/*`, `len/*` in tokens, `frac_truncated`, and counts of reasons as shares of N."""
+    rewards = scored.rewards
+    lengths = np.array([r.response_length for r in scored.rollouts])
+    out = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/max": rewards.max(),
+        "reward/min": rewards.min(),
+        "frac_zero_adv_groups": scored.frac_zero_std,
+        "len/mean": lengths.mean(),
+        "len/median": np.median(lengths),
+        "len/p95": np.percentile(lengths, 95),
+        "len/max": lengths.max(),
+        "frac_truncated": np.mean([r.finish_reason != FinishReason.STOP for r in scored.rollouts]),
+    }
+    names = sorted({name for s in scored.scores for name in s.parts})
+    out |= {f"reward/{name}": np.mean([s.parts.get(name, 0.0) for s in scored.scores]) for name in names}
+    reasons = Counter(s.reason for s in scored.scores)
+    out |= {f"score/{reason}": reasons[reason] / len(scored.scores) for reason in Score.REASONS}
+    return {name: float(value) for name, value in out.items()}
+
+
+def sample_records(scored: Scored, phase: str, step: int, count: int) -> list[dict[str, Any]]:
+    """Up to `count` lines for `samples.jsonl`, spread evenly over the batch."""
+    n = len(scored.rollouts)
+    chosen = np.unique(np.linspace(0, n - 1, min(count, n)).astype(int)) if count else []
+    return [_record(scored, phase, step, int(i)) for i in chosen]
+
+
+def _record(scored: Scored, phase: str, step: int, i: int) -> dict[str, Any]:
+    rollout, s, prompt = scored.rollouts[i], scored.scores[i], scored.prompts[i]
+    return {
+        "phase": phase,
+        "step": step,
+        "prompt_id": rollout.prompt_id,
+        "visit": rollout.visit,
+        "sample": rollout.sample,
+        "prompt": prompt.text,
+        "response": scored.texts[i],
+        "reference": str(prompt.reference),
+        "extracted": s.extracted,
+        "reward": s.value,
+        "reason": s.reason,
+        "reward_parts": dict(s.parts),
+        "advantage": float(scored.advantages[i]),
+        "response_length": rollout.response_length,
+        "finish_reason": rollout.finish_reason.name.lower(),
+        "version": int(rollout.policy_versions[-1]),
+        "accept_length": rollout.accept_length,
+    }

@@ -1,0 +1,130 @@
+"""The closing comparison: one rollout batch with and without speculation, same weights, same noise, same machine.
+
+Both sides run once to compile, then in turn. Seconds are wall clock from the first request to the last response with
+compilation taken out; the speed-up is the ratio of their medians. Token ids of all repeats are compared.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from adrl_jax.bandit.fixed import fixed
+from adrl_jax.metrics import CompileClock
+from adrl_jax.runtime.parts import Parts
+from adrl_jax.types import Request, Rollout, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What was measured.
+
+    Attributes:
+        seconds_on, seconds_off: of each repeat, with speculation (the run's bandit) and without.
+        tokens: response tokens of the batch.
+        accept_length: over all repeats with speculation; None where nothing speculated.
+        divergences: responses whose ids or end differ between the two sides.
+        running: per launch of the last repeat with speculation: seconds since the start, requests still running.
+        running_off: the same without.
+    """
+
+    seconds_on: tuple[float, ...]
+    seconds_off: tuple[float, ...]
+    tokens: int
+    accept_length: float | None
+    divergences: int
+    running: tuple[tuple[float, int], ...]
+    running_off: tuple[tuple[float, int], ...]
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.seconds_off) / statistics.median(self.seconds_on)
+
+    @property
+    def identical(self) -> bool:
+        return self.divergences == 0
+
+    def details(self) -> dict[str, Any]:
+        """Further fields of summary.json."""
+        on, off = statistics.median(self.seconds_on), statistics.median(self.seconds_off)
+        return {
+            "rollout_tokens": self.tokens,
+            "rollout_tokens_per_s": self.tokens / on,
+            "rollout_tokens_per_s_off": self.tokens / off,
+            "rollout_seconds": list(self.seconds_on),
+            "rollout_seconds_off": list(self.seconds_off),
+            "divergent_responses": self.divergences,
+            "running": [list(point) for point in self.running],
+            "running_off": [list(point) for point in self.running_off],
+        }
+
+
+def speculation(
+    parts: Parts,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    bandit_state: Any,
+    clock: CompileClock,
+    *,
+    repeats: int,
+    on_run: Callable[[], None] = lambda: None,
+    on_launch: Callable[[Any], None] | None = None,
+) -> Comparison:
+    """Generates `requests` `2 * (repeats + 1)` times with what the engine has published.
+
+    Args:
+        bandit_state: where the run's bandit stands; it goes on learning within the comparison.
+        repeats: timed ones on each side, >= 1.
+        on_run: called after each generation.
+        on_launch: handed to the engine.
+    """
+    off = fixed(parts.off, len(parts.strategies))
+    sides = {"on": (parts.bandit, bandit_state), "off": (off, off.init())}
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    first: dict[str, list[Rollout]] = {}
+    running: dict[str, tuple[tuple[float, int], ...]] = {}
+    passes = tokens = differing = 0
+    for turn in range(repeats + 1):
+        for side in ("on", "off") if turn % 2 == 0 else ("off", "on"):
+            bandit, state = sides[side]
+            compiled, start = clock.seconds, time.perf_counter()
+            result = parts.engine.generate(requests, sampling, bandit, state, on_launch=on_launch)
+            spent = time.perf_counter() - start - (clock.seconds - compiled)
+            sides[side] = (bandit, result.bandit_state)
+            reference = first.setdefault("any", result.rollouts)
+            differing = max(differing, count_divergent(reference, result.rollouts))
+            running[side] = running_over_time(result.stats.launches)
+            if side == "on":
+                passes += sum(r.accept_passes for r in result.rollouts)
+                tokens += sum(r.accept_tokens for r in result.rollouts)
+            if turn:
+                seconds[side].append(spent)
+            on_run()
+    return Comparison(
+        tuple(seconds["on"]),
+        tuple(seconds["off"]),
+        sum(r.response_length for r in first["any"]),
+        tokens / passes if passes else None,
+        differing,
+        running["on"],
+        running["off"],
+    )
+
+
+def count_divergent(a: Sequence[Rollout], b: Sequence[Rollout]) -> int:
+    """How many responses differ in their ids or in how they ended."""
+    return sum(
+        not np.array_equal(x.token_ids, y.token_ids) or x.finish_reason != y.finish_reason for x, y in zip(a, b, strict=True)
+    )
+
+
+def running_over_time(launches: Sequence[Any]) -> tuple[tuple[float, int], ...]:
+    """(seconds since the first launch, requests running in it) at each launch, and 0 requests at the end."""
+    if not launches:
+        return ()
+    origin = launches[0].start
+    points = [(x.start - origin, x.running) for x in launches]
+    return (*points, (launches[-1].start + launches[-1].seconds - origin, 0))

@@ -1,0 +1,131 @@
+"""What a run is put together from: the rooms' finished pieces, handed to the loop by the experiment."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from adrl_jax.bandit.base import Bandit
+from adrl_jax.learner.update import LearnerState, Update
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.runtime.collect import Scorer
+from adrl_jax.runtime.cursor import CursorState
+from adrl_jax.speculation.strategy import Strategy
+from adrl_jax.types import PackedBatch, Prompt, Rollout, SamplingParams
+
+EVALUATION_VISIT = 2**31 - 1
+"""Visit number of evaluation requests: no training draw has it, and all evaluations of a run share their noise."""
+
+
+class RunState(NamedTuple):
+    """Everything that changes and is saved.
+
+    Attributes:
+        learner: policy, optimizer, drafter and its optimizer, versions.
+        bandit: the bandit's state.
+        cursor: which prompts come next.
+        warm_step: int32 `[]`, supervised updates done.
+        step: int32 `[]`, rollout batches learnt from.
+    """
+
+    learner: LearnerState
+    bandit: Any
+    cursor: CursorState
+    warm_step: np.ndarray
+    step: np.ndarray
+
+    @property
+    def clock(self) -> int:
+        """Steps of all phases, the number of a checkpoint."""
+        return int(self.warm_step) + int(self.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopConfig:
+    """Sizes of the loop; see the fields of the same names in `experiments.config`.
+
+    Attributes:
+        seed: names all randomness.
+        steps: rollout batches.
+        prompts_per_step, group_size, max_new_tokens: of a rollout batch.
+        sampling: law of training rollouts.
+        minibatches: optimizer steps a batch; divides `prompts_per_step`.
+        warm_steps: supervised updates before.
+        evaluate_every: steps between evaluations, 0 for before and after only.
+        eval_samples: responses to each held-out prompt.
+        eval_sampling: law of evaluation.
+        checkpoint_every: clock steps between saves.
+        checkpoints_kept: latest checkpoints that stay.
+        samples_per_step: lines a step in `samples.jsonl`.
+        compare_repeats: timed repeats of the closing comparison, 0 for none.
+        tensorboard: whether to write event files.
+        report: whether to write `report.html`.
+    """
+
+    seed: int
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    minibatches: int
+    warm_steps: int
+    evaluate_every: int
+    eval_samples: int
+    eval_sampling: SamplingParams
+    checkpoint_every: int
+    checkpoints_kept: int
+    samples_per_step: int
+    compare_repeats: int
+    tensorboard: bool
+    report: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The pieces.
+
+    Attributes:
+        model_config: the policy's.
+        tokenizer: decodes responses.
+        train_prompts, eval_prompts: indexable.
+        scorer: scores a batch of responses.
+        engine: generates; knows `strategies` in this order.
+        strategies: the arms.
+        bandit: picks among them.
+        init_learner: fresh weights and optimizer state, the same at every call.
+        advantage: `(rewards, group_ids, valid=) -> Advantages`.
+        pack: `(rollouts, advantages, version) -> PackedBatch`.
+        update: one optimizer step of RL.
+        init_rl_optimizer: fresh optimizer state for given weights, at the start of RL.
+        warm_batch: `step -> PackedBatch` of worked examples; None without a warm start.
+        warm_update: one supervised step.
+        fixed_drafters: served weights of drafters that are not trained here, by name.
+        replay: arms of each step to repeat, or None.
+        identity: what a checkpoint must agree with to be resumed, as flat JSON.
+    """
+
+    model_config: ModelConfig
+    tokenizer: Any
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    scorer: Scorer
+    engine: Any
+    strategies: tuple[Strategy, ...]
+    bandit: Bandit
+    init_learner: Callable[[], LearnerState]
+    advantage: Callable[..., Any]
+    pack: Callable[[Sequence[Rollout], np.ndarray, int], PackedBatch]
+    update: Update
+    init_rl_optimizer: Callable[[Any], Any]
+    warm_batch: Callable[[int], PackedBatch] | None
+    warm_update: Update | None
+    fixed_drafters: Mapping[str, Any]
+    replay: Mapping[int, list[int]] | None
+    identity: Mapping[str, Any]
+
+    @property
+    def off(self) -> int:
+        """The arm that does not speculate."""
+        return next(i for i, s in enumerate(self.strategies) if not s.speculates)
