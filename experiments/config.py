@@ -33,7 +33,7 @@ TASKS = ("division", "arithmetic", "gsm8k")
 class Task:
     """What is asked and how answers are scored."""
 
-    name: str = option("division", "the task", choices=TASKS)
+    name: str = option("division", "which task", choices=TASKS)
     path: str = option("", "file or folder of the records, or a `datasets` name; only for tasks that read records")
     train_prompts: int = option(2048, "distinct training prompts; for tasks that read records, at most this many", low=1)
     eval_prompts: int = option(64, "held-out prompts of each evaluation", low=1)
@@ -155,15 +155,19 @@ class Learner:
         choices=("grpo", "dr_grpo", "rloo"),
     )
     aggregation: str = option(
-        "token_mean", "over what the loss is averaged", choices=("token_mean", "sequence_mean", "fixed_length")
+        "token",
+        "the loss is a mean over tokens, over sequences of their token means, or (Dr. GRPO) a sum over "
+        "sequences x train.max_new_tokens",
+        choices=("token", "sequence", "constant"),
     )
-    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this", low=0, below=1)
-    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this", low=0)
+    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this", above=0, high=1)
+    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this", above=0)
+    entropy_coef: float = option(0.0, "entropy bonus, in units of the loss a nat", low=0)
     learning_rate: float = option(1e-5, "AdamW's peak step size", above=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", low=0)
     schedule: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
     beta1: float = option(0.9, "AdamW's decay of the first moment", low=0, below=1)
-    beta2: float = option(0.99, "AdamW's decay of the second moment", low=0, below=1)
+    beta2: float = option(0.95, "AdamW's decay of the second moment", low=0, below=1)
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)
     minibatches: int = option(1, "optimizer steps on one rollout batch; divides train.prompts_per_step", low=1)
@@ -172,7 +176,13 @@ class Learner:
         "`prefix_shared` computes a group's prompt once; `plain` once a response",
         choices=("prefix_shared", "plain"),
     )
-    row_length: int = option(0, "tokens of a packed row; 0 chooses by measured cost", low=0)
+    row_length: int = option(0, "tokens of a packed row; 0 takes the cheapest by a cost model of the chosen policy", low=0)
+    row_multiple: int = option(
+        1,
+        "rows of a batch are rounded up to a multiple of this; more compiles fewer programs, and empty rows are skipped",
+        low=1,
+    )
+    target_multiple: int = option(64, "response tokens of a row are rounded up to a multiple of this, likewise", low=1)
     microbatch_rows: int = option(1, "packed rows whose gradient is computed at once on each device", low=1)
     remat: bool = option(False, "recompute activations in the backward pass to save memory")
     devices: int = option(1, "devices that the packed rows are spread over", low=1)
