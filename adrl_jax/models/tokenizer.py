@@ -195,7 +195,7 @@ class CharTokenizer(Tokenizer):
 
     def save(self, folder: str | os.PathLike) -> None:
         backend = tokenizers.Tokenizer(WordLevel(self.vocabulary(), unk_token=self.SPECIAL[0]))
-        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"(?s:.)"), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
         backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in self.SPECIAL])
         _save(self, backend, pathlib.Path(folder))
