@@ -1,0 +1,88 @@
+"""What happened in a rollout, launch by launch."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchRecord:
+    """One launch.
+
+    Attributes:
+        arm: index into the engine's strategies.
+        running: requests running when it started.
+        batch_bucket, cache_bucket: rows and token capacity of the compiled program.
+        rounds: verify passes that ran.
+        tokens: response tokens committed.
+        seconds: from dispatch until results were on the host, compilation excluded.
+        start: seconds since the rollout began.
+        compiled: the program was compiled for this launch (its time is noisier and not told to the bandit).
+        accept_passes, accept_tokens: summed over rows: speculative passes of running rows and what they committed.
+    """
+
+    arm: int
+    running: int
+    batch_bucket: int
+    cache_bucket: int
+    rounds: int
+    tokens: int
+    seconds: float
+    start: float
+    compiled: bool
+    accept_passes: int
+    accept_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutStats:
+    """One call of `Engine.generate`.
+
+    Attributes:
+        launches: in order.
+        seconds: wall clock of the whole call.
+        compile_seconds: part of it that went into compiling.
+        prefill_seconds: part of it that went into prompts.
+        device_seconds: part of it during which a launch, prefill, catch-up or compaction was on the device.
+        programs: compiled programs the engine holds at the end.
+    """
+
+    launches: tuple[LaunchRecord, ...]
+    seconds: float
+    compile_seconds: float
+    prefill_seconds: float
+    device_seconds: float
+    programs: int
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(x.tokens for x in self.launches)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens per second of wall clock, prefill included and compilation excluded."""
+        return self.tokens / max(self.seconds - self.compile_seconds, 1e-9)
+
+    @property
+    def host_gap_fraction(self) -> float:
+        """Share of the wall clock (compilation excluded) in which the device had nothing to do."""
+        total = max(self.seconds - self.compile_seconds, 1e-9)
+        return max(0.0, 1.0 - self.device_seconds / total)
+
+    @property
+    def accept_passes(self) -> int:
+        return sum(x.accept_passes for x in self.launches)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per row and speculative verify pass, the target's own included; NaN where nothing speculated."""
+        return sum(x.accept_tokens for x in self.launches) / self.accept_passes if self.accept_passes else float("nan")
+
+    @property
+    def arm_trace(self) -> tuple[int, ...]:
+        """The arm of every launch; `Engine.generate(replay_arms=…)` repeats it."""
+        return tuple(x.arm for x in self.launches)
+
+    @property
+    def running_over_time(self) -> tuple[tuple[float, int], ...]:
+        """(seconds since the start, requests running) at each launch: the long tail."""
+        return tuple((x.start, x.running) for x in self.launches)
