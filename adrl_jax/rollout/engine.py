@@ -297,10 +297,7 @@ class _Serving:
 
     def _limits(self, rows) -> np.ndarray:
         return np.array(
-            [
-                1 if m is None else len(self.requests[m].prompt.token_ids) + self.requests[m].max_new_tokens
-                for m in rows
-            ],
+            [1 if m is None else len(self.requests[m].prompt.token_ids) + self.requests[m].max_new_tokens for m in rows],
             np.int32,
         )
 
