@@ -60,7 +60,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     flags.add_argument("--json", default=None, metavar="FILE", help="write the form to this file")
     flags.add_argument("--repeats", type=repeat_count, default=MIN_REPEATS, help=f"repeats of each figure, >= {MIN_REPEATS}")
-    flags.add_argument("--peer", default="", metavar="A,B", help="systems to run beside ours, of: hf, trl, tunix, llamacpp")
+    flags.add_argument(
+        "--peer", default="", metavar="A,B", help="systems to run beside ours: hf, trl, tunix, as the benchmark has them"
+    )
     flags.add_argument(
         "--peer_python",
         default="",

@@ -14,28 +14,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-PEERS = ("hf", "trl", "tunix", "llamacpp")
+PEERS = ("hf", "trl", "tunix")
 FOLDER = pathlib.Path(__file__).parent
+GENERATE = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
+GRPO = {"trl": "trl_grpo.py", "tunix": "tunix_grpo.py"}
 
 # PyTorch returns large blocks to the system after every use and faults them in again; with these it keeps them, which makes
 # TRL's step about a quarter faster. A peer is measured at its best.
 TORCH_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-ENVIRONMENT = {"hf": TORCH_ALLOCATOR, "trl": TORCH_ALLOCATOR, "tunix": {"JAX_PLATFORMS": "cpu"}, "llamacpp": {}}
+ENVIRONMENT = {"hf": TORCH_ALLOCATOR, "trl": TORCH_ALLOCATOR, "tunix": {"JAX_PLATFORMS": "cpu"}}
 
 
 class PeerError(RuntimeError):
     """A peer did not start, failed, or did not answer in time."""
 
 
-def names(flag: str) -> list[str]:
-    """Parses `--peer=hf,tunix`; an unknown name is refused with the legal ones."""
+def names(flag: str, legal: Iterable[str]) -> list[str]:
+    """Parses `--peer=hf,tunix`; a name that this benchmark has no script for is refused with those it has."""
     chosen = [name for name in flag.split(",") if name]
     for name in chosen:
-        if name not in PEERS:
-            raise ValueError(f"peer={name!r} is unknown; choose of {', '.join(PEERS)}")
+        if name not in legal:
+            raise ValueError(f"peer={name!r} has no part in this benchmark; choose of {', '.join(legal)}")
     return chosen
 
 
@@ -44,7 +46,7 @@ def pythons(flag: str) -> dict[str, str]:
     found = dict.fromkeys(PEERS, sys.executable)
     for part in filter(None, flag.split(",")):
         name, equals, path = part.partition("=")
-        names(name)
+        names(name, PEERS)
         if not equals or not os.access(path, os.X_OK):
             raise ValueError(f"peer_python={part!r} must be NAME=PATH with PATH an executable python")
         found[name] = path
