@@ -6,7 +6,7 @@ The name is (run seed, prompt id, visit, sample, absolute position, role, vocabu
    "Parallel random numbers: as easy as 1, 2, 3"). Indices are never added: 3 + 1 and 4 + 0 must not meet.
 2. `position_keys` folds position and role, again with Threefry.
 3. `bits` hashes (position key, vocabulary id). This layer runs over the whole vocabulary for every token, so it is a cheap
-   32-bit integer hash of three multiplications with both key words mixed in, not a cipher.
+   32-bit integer hash of four multiplications with both key words mixed in, not a cipher.
 
 The *integer bits* are the contract: an accelerated kernel must reproduce them exactly. What is computed from them
 (`gumbel`, `uniform`) may differ in the last float bits.
@@ -108,16 +108,16 @@ def position_keys(request_keys, positions, role: Role):
 def hash_ids(key0, key1, ids):
     """32 random bits for vocabulary ids: uint32 arrays in, uint32 out, broadcast.
 
-    For one key it is a bijection of `ids`. The shifts and multipliers are those of Wellons' `triple32` (exhaustively
-    searched for low bias); one key word enters before the first, one before the second multiplication round.
+    Two keyed rounds of multiplications and shifts (constants from Wellons' exhaustive searches, `lowbias32` and `triple32`).
+    For one key it is a bijection of `ids`. The second key word has to wait for the first full round: added earlier, while the
+    counter is still an almost linear sequence, it would make some pairs of positions shifted copies of each other.
     """
     x = ids ^ key0
-    x = x ^ (x >> np.uint32(17))
-    x = x * np.uint32(0xED5AD4BB) + key1
-    x = x ^ (x >> np.uint32(11))
-    x = x * np.uint32(0xAC4C1B51)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(0x31848BAB)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    x = (x ^ (x >> np.uint32(16))) + key1
+    x = (x ^ (x >> np.uint32(17))) * np.uint32(0xAC4C1B51)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB)
     return x ^ (x >> np.uint32(14))
 
 
