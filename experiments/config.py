@@ -37,7 +37,11 @@ class Task:
     path: str = option("", "file or folder of the records, or a `datasets` name; only for tasks that read records")
     train_prompts: int = option(2048, "distinct training prompts; for tasks that read records, at most this many", low=1)
     eval_prompts: int = option(64, "held-out prompts of each evaluation", low=1)
-    difficulty: int = option(0, "the task's own size knob (digits, steps); 0 takes the task's default", low=0)
+    median_steps: float = option(4.0, "division: median number of steps of a response", low=1)
+    sigma: float = option(
+        1.0, "division: standard deviation of the logarithm of the steps; the tail's heaviness", low=0, high=3
+    )
+    max_steps: int = option(60, "division: most steps of a response", low=1)
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
     reward_workers: int = option(1, "worker processes that score responses; 0 scores in this process, without time-outs", low=0)
@@ -55,6 +59,7 @@ class Model:
     num_heads: int = option(4, "query heads", low=1)
     num_kv_heads: int = option(2, "key-value heads; divides num_heads", low=1)
     head_dim: int = option(32, "channels of a head; even", low=2)
+    tie_embeddings: bool = option(True, "the output projection is the embedding table")
     max_positions: int = option(1024, "longest context, in tokens", low=2)
     dtype: str = option(
         "float32",

@@ -99,23 +99,28 @@ def _check_model(c: Any) -> None:
         m.num_heads % m.num_kv_heads == 0, "model.num_kv_heads", m.num_kv_heads, f"must divide model.num_heads={m.num_heads}"
     )
     require(m.head_dim % 2 == 0, "model.head_dim", m.head_dim, "must be even (rotary positions come in pairs)")
+    require(
+        m.family != "gpt_neox" or m.num_kv_heads == m.num_heads,
+        "model.num_kv_heads",
+        m.num_kv_heads,
+        f"gpt_neox has as many key-value heads as query heads: {m.num_heads}",
+    )
     check_positions(c, m.max_positions)
 
 
 def check_positions(c: Any, max_positions: int) -> None:
-    """The longest sequence and the drafts past its end must have positions in the model.
+    """The longest sequence must have positions in the model.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
-    depth = max(s.depth for s in strategies(c))
     prompt, new = c.task.max_prompt_tokens, c.train.max_new_tokens
     require(
-        prompt + new + depth <= max_positions,
+        prompt + new <= max_positions,
         "train.max_new_tokens",
         new,
-        f"task.max_prompt_tokens={prompt} + it + the deepest draft {depth} exceed the model's {max_positions} positions; "
-        f"at most {max_positions - prompt - depth}",
+        f"with task.max_prompt_tokens={prompt} it exceeds the model's {max_positions} positions; "
+        f"at most {max_positions - prompt}",
     )
 
 

@@ -189,9 +189,9 @@ class _Run:
             step += 1
             if step == c.warm_steps:
                 # The policy that RL starts from is version 0, with an optimizer that has seen none of its gradients.
-                learner = learner._replace(
-                    opt_state=parts.init_rl_optimizer(learner.params), version=jnp.int32(0), step=jnp.int32(0)
-                )
+                zero = jnp.zeros_like(learner.version)
+                optimizer = parts.init_rl_optimizer(learner.params)
+                learner = learner._replace(opt_state=optimizer, version=zero, step=jnp.copy(zero))
             self.state = self.state._replace(learner=learner, warm_step=np.int32(step))
             self.metrics.write("warm_start", step, values | watch.metrics())
             progress.step(loss=values["loss"], drafter=values.get("drafter/agreement"))

@@ -129,3 +129,8 @@ class Parts:
     def off(self) -> int:
         """The arm that does not speculate."""
         return next(i for i, s in enumerate(self.strategies) if not s.speculates)
+
+    def describe(self) -> str:
+        """The model in a few words, for the log."""
+        m = self.model_config
+        return f"{m.family} of {m.num_layers} layers and width {m.hidden_size}, vocabulary {m.vocab_size}"

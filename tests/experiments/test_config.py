@@ -211,7 +211,7 @@ def test_differences_and_unsupported_types():
 
     @dataclasses.dataclass(frozen=True)
     class Odd:
-        field: bytes = schema.option(b"", "not text")  # noqa: RUF009
+        field: bytes = schema.option(b"", "not text")
 
     with pytest.raises(TypeError, match="field has the unsupported type"):
         schema.options(Odd)

@@ -1,0 +1,297 @@
+"""Puts a run together: loads or makes the model, opens the task, builds engine and updates. Nothing is compiled here.
+
+Whatever a user can get wrong (files, sizes, paths) fails here, with a message that names it.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adrl_jax.bandit.base import Bandit
+from adrl_jax.bandit.beg import beg
+from adrl_jax.bandit.fixed import fixed
+from adrl_jax.learner import advantages, packing, supervised
+from adrl_jax.learner.optimizer import make_optimizer
+from adrl_jax.learner.update import LearnerState, data_mesh, init_state, make_update
+from adrl_jax.models import tokenizer as tokenizers
+from adrl_jax.models import transformer, weights
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.tokenizer import Tokenizer
+from adrl_jax.rollout.engine import Engine
+from adrl_jax.runtime import arms
+from adrl_jax.runtime.collect import Scorer
+from adrl_jax.runtime.parts import Parts
+from adrl_jax.speculation.drafter import Drafter
+from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.model import ModelDrafter, check_compatible
+from adrl_jax.speculation.ngram import Ngram
+from adrl_jax.tasks.division import ALPHABET, Division
+from adrl_jax.types import PackedBatch, Prompt, Rollout
+from experiments import resolve, rules
+from experiments.config import Config
+from experiments.schema import ConfigError, require
+
+_ADVANTAGES = {
+    "grpo": advantages.group_normalized,
+    "dr_grpo": advantages.group_centered,
+    "rloo": advantages.leave_one_out,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The model a run trains.
+
+    Attributes:
+        config: sizes and traits.
+        tokenizer: of the model or of the task.
+        make: fresh float32 parameters, the same at every call.
+        source: where they come from, for logs and checkpoints.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    make: Callable[[], Any]
+    source: str
+
+
+def policy(c: Config, alphabet: str | None) -> Policy:
+    """Loads `model.source`, or sets up the embedded model over the task's `alphabet`.
+
+    Raises:
+        ConfigError: the task has no alphabet of its own, so no embedded model can speak it.
+        FileNotFoundError, ValueError: as `weights.load`.
+    """
+    if c.model.source == "embedded":
+        require(alphabet is not None, "model.source", c.model.source, f"task.name={c.task.name} is in words; name real weights")
+        tokenizer = tokenizers.CharTokenizer(alphabet)
+        config = resolve.model_config(c, tokenizer.size)
+        return Policy(config, tokenizer, lambda: transformer.init_params(config, jax.random.key(c.seed)), "embedded")
+    model = _load(c.model.source, c.model.dtype)
+    if model.tokenizer is None:
+        raise ConfigError(f"model.source={c.model.source!r} has no tokenizer beside its weights")
+    rules.check_positions(c, model.config.max_positions)
+    # Master weights are float32 whatever is served; the copy keeps the loaded ones out of the learner's donation.
+    return Policy(
+        model.config,
+        model.tokenizer,
+        lambda: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params),
+        model.source,
+    )
+
+
+def _load(source: str, dtype: str) -> weights.Model:
+    return weights.load_named(source, dtype) if source in weights.NAMED else weights.load(source, dtype)
+
+
+def drafters(c: Config, target: Policy) -> tuple[dict[str, Drafter], dict[str, Any]]:
+    """The drafters that the strategies name, and the served weights of those that are not trained here."""
+    names = {s.drafter for s in rules.strategies(c) if s.speculates}
+    found: dict[str, Drafter] = {}
+    served: dict[str, Any] = {}
+    if "ngram" in names:
+        found["ngram"] = Ngram(c.drafter.ngram_max, c.drafter.ngram_min)
+    if "eagle" in names:
+        found["eagle"] = Eagle(target.config)
+    if "model" in names:
+        small = _load(c.drafter.model, c.model.dtype)
+        if small.tokenizer is None:
+            raise ConfigError(f"drafter.model={c.drafter.model!r} has no tokenizer beside its weights")
+        check_compatible(target.tokenizer, small.tokenizer, target.config.vocab_size, small.config.vocab_size)
+        found["model"] = ModelDrafter(small.config, target.config.vocab_size)
+        served["model"] = transformer.engine_layout(small.params, small.config)
+    return found, served
+
+
+def bandit(c: Config) -> Bandit:
+    strategies = rules.strategies(c)
+    if c.bandit.name == "fixed":
+        return fixed(c.rollout.strategies.index(c.bandit.arm), len(strategies))
+    return beg(strategies, rules.thresholds(c), c.bandit.epsilon, c.bandit.window)
+
+
+def row_lengths(longest: int) -> tuple[int, ...]:
+    """Candidate row lengths: 1, 1.5, 2, 3, 4, 6, … times 64 tokens, from the first that holds `longest` to four times that."""
+    steps = [64 * 2**i * k // 2 for i in range(24) for k in (2, 3)]
+    fitting = [n for n in steps if n >= longest]
+    return tuple(n for n in fitting if n <= 4 * fitting[0])
+
+
+def cost_model(config: ModelConfig) -> packing.CostModel:
+    """Floating-point operations of an update by token, target and attended pair. Deterministic, unlike a stop-watch: a
+    choice that looked at the clock would pack a resumed run differently, and its weights would differ in the last bits."""
+    c = config
+    heads = (c.num_heads + 2 * c.num_kv_heads + c.num_heads) * c.head_dim
+    layer = c.hidden_size * (heads + (3 if c.gated_mlp else 2) * c.intermediate_size)
+    return packing.CostModel(
+        per_token=6.0 * c.num_layers * layer,
+        per_target=6.0 * c.vocab_size * c.hidden_size,
+        per_pair=12.0 * c.num_layers * c.num_heads * c.head_dim,
+    )
+
+
+def packer(c: Config, config: ModelConfig) -> Callable[[Sequence[Rollout], Any, int], PackedBatch]:
+    """`(rollouts, advantages, version) -> PackedBatch`."""
+    x = c.learner
+    # Rows come in multiples that devices, microbatches and the user's own multiple all divide.
+    multiple = int(np.lcm(x.devices * x.microbatch_rows, x.row_multiple))
+    candidates = row_lengths(c.task.max_prompt_tokens + c.train.max_new_tokens)
+    cost = cost_model(config)
+
+    def pack(rollouts: Sequence[Rollout], values: Any, version: int) -> PackedBatch:
+        sizes = dict(layout=x.layout, row_multiple=multiple, target_multiple=x.target_multiple)
+        length = x.row_length or packing.choose_row_length(rollouts, candidates, cost, **sizes)
+        return packing.pack(rollouts, values, row_length=length, version=version, **sizes)
+
+    return pack
+
+
+def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError for the first prompt longer than `task.max_prompt_tokens`."""
+    for p in prompts:
+        require(
+            len(p.token_ids) <= c.task.max_prompt_tokens,
+            "task.max_prompt_tokens",
+            c.task.max_prompt_tokens,
+            f"prompt {p.prompt_id} of the {name} split has {len(p.token_ids)} tokens ({p.text[:60]!r} …)",
+        )
+
+
+def identity(c: Config, target: Policy) -> dict[str, Any]:
+    """What a checkpoint belongs to: model, tokenizer, task and seed."""
+    model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k != "rope_scaling"}
+    task = {"task.name": c.task.name, "task.train_prompts": c.task.train_prompts}
+    return {"seed": c.seed, "tokenizer": target.tokenizer.fingerprint(), **model, **task}
+
+
+def init_learner(
+    c: Config, target: Policy, eagle: Eagle | None, warm: bool, mesh: jax.sharding.Mesh
+) -> Callable[[], LearnerState]:
+    """Fresh weights with the optimizer of the first phase, placed as updates return them (else the second step, whose
+    inputs are placed otherwise than the first one's, would compile anew)."""
+    optimizer = make_optimizer(resolve.warm_optimizer_config(c) if warm else resolve.optimizer_config(c))
+    key = jax.random.fold_in(jax.random.key(c.seed), 1)
+
+    def init() -> LearnerState:
+        extra: dict[str, Any] = {}
+        if eagle is not None:
+            extra["drafter_params"] = eagle.init_params(key)
+            extra["drafter_optimizer"] = make_optimizer(resolve.drafter_optimizer_config(c))
+        return on_mesh(init_state(target.make(), optimizer, **extra), mesh)
+
+    return init
+
+
+def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """`tree` on every device of the mesh."""
+    return jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
+
+
+def warm_batches(c: Config, task: Any, target: Policy, pack: Callable[..., PackedBatch]) -> Callable[[int], PackedBatch]:
+    """`step -> PackedBatch` of worked examples, each epoch in an order of its own.
+
+    Raises:
+        ConfigError: a worked example is longer than a response may be.
+    """
+    size, count, most = c.warm_start.batch_size, c.warm_start.examples, c.train.max_new_tokens
+    end = np.array(target.tokenizer.eos_ids[:1], np.int32)
+    examples = []
+    for i in range(count):
+        prompt, response = task.supervised_example(i)
+        ids = np.concatenate([target.tokenizer.encode(response), end])
+        require(len(ids) <= most, "train.max_new_tokens", most, f"worked example {i} has {len(ids)} response tokens")
+        examples.append((target.tokenizer.encode(prompt), ids))
+
+    def batch(step: int) -> PackedBatch:
+        places = np.arange(step * size, (step + 1) * size)
+        orders = {int(e): np.random.default_rng([c.seed, int(e)]).permutation(count) for e in np.unique(places // count)}
+        chosen = [examples[orders[p // count][p % count]] for p in places.tolist()]
+        return pack(supervised.examples(chosen), np.zeros(size, np.float32), 0)
+
+    return batch
+
+
+@contextlib.contextmanager
+def opened(c: Config) -> Iterator[Parts]:
+    """The parts of a run, with the scorer's workers running until the context ends. Raises as `build`."""
+    task = open_task(c)
+    with scoring(c, task) as scorer:
+        yield build(c, task, scorer)
+
+
+def open_task(c: Config) -> Any:
+    """The task that the settings name, not yet encoded."""
+    t = c.task
+    return Division(seed=c.seed, median_steps=t.median_steps, sigma=t.sigma, max_steps=t.max_steps)
+
+
+@contextlib.contextmanager
+def scoring(c: Config, task: Any) -> Iterator[Scorer]:
+    """A scorer of batches: in this process, or in worker processes with a time-out."""
+    yield lambda items: [task.score(prompt, text, truncated) for prompt, text, truncated in items]
+
+
+def build(c: Config, task: Any, scorer: Scorer) -> Parts:
+    """Everything the loop needs.
+
+    Args:
+        c: checked settings.
+        task: not yet encoded; see `open_task`.
+        scorer: scores a batch of responses.
+
+    Raises:
+        ConfigError, ValueError, FileNotFoundError: something that the user can mend.
+    """
+    require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
+    target = policy(c, ALPHABET)
+    task = task.encode(target.tokenizer)
+    train, held_out = task.prompts("train"), task.prompts("test")
+    require(len(train) > 0, "task.path", c.task.path, "no training prompts in it")
+    eval_prompts = held_out[: c.task.eval_prompts]
+    check_prompts(c, "train", train[: c.task.train_prompts])
+    check_prompts(c, "test", eval_prompts)
+
+    found, served = drafters(c, target)
+    eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
+    engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
+    mesh, pack = data_mesh(c.learner.devices), packer(c, target.config)
+    shared: dict[str, Any] = dict(
+        microbatch_rows=c.learner.microbatch_rows,
+        valid_vocab=valid_vocab,
+        remat=c.learner.remat,
+        drafter=resolve.drafter_loss_config(c),
+        drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if "eagle" in found else None,
+    )
+    optimizer = make_optimizer(resolve.optimizer_config(c))
+    warm = c.warm_start.steps > 0
+    warm_optimizer = make_optimizer(resolve.warm_optimizer_config(c))
+    strategies = rules.strategies(c)
+    replay = c.rollout.replay_arms
+    return Parts(
+        model_config=target.config,
+        tokenizer=target.tokenizer,
+        train_prompts=train[: c.task.train_prompts],
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+        engine=engine,
+        strategies=strategies,
+        bandit=bandit(c),
+        init_learner=init_learner(c, target, found.get("eagle"), warm, mesh),
+        advantage=_ADVANTAGES[c.learner.advantage],
+        pack=pack,
+        update=make_update(
+            target.config, resolve.loss_config(c), optimizer, mesh, temperature=c.sampling.temperature, **shared
+        ),
+        init_rl_optimizer=lambda params: on_mesh(optimizer.init(params), mesh),
+        warm_batch=warm_batches(c, task, target, pack) if warm else None,
+        warm_update=supervised.make_supervised_update(target.config, warm_optimizer, mesh, **shared) if warm else None,
+        fixed_drafters=served,
+        replay=arms.load(Path(replay), strategies, range(1, c.train.steps + 1)) if replay else None,
+        identity=identity(c, target),
+    )
