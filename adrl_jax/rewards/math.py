@@ -4,6 +4,7 @@ A response without a readable answer is `unparsed_response`, a reference that ca
 are worth 0 and are counted apart from a wrong answer.
 """
 
+import logging
 import math
 import re
 from fractions import Fraction
@@ -113,11 +114,12 @@ def _parse(text: str) -> list:
     except ImportError as e:
         raise ImportError("score_math needs math-verify: pip install math-verify") from e
     text = text.strip().rstrip(".").strip()
-    if not text or len(text) > _MAX_EXPRESSION or _NO_ANSWER.fullmatch(text):
+    if not any(map(str.isalnum, text)) or len(text) > _MAX_EXPRESSION or _NO_ANSWER.fullmatch(text):
         return []  # math-verify would read "n/a" as a quotient of symbols
     if "$" not in text and "\\(" not in text and "\\[" not in text:
         text = f"${text}$"
-    # no time limit here: math-verify's own uses signals, which fail off the main thread
+    # No time limit here: math-verify's own uses signals, which fail off the main thread. It warns about that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(
         text,
         extraction_config=[math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()],
