@@ -1,6 +1,7 @@
 """Chat templates: a list of messages to the text that the model was trained to continue."""
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,18 @@ def render(
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise ValueError(f"messages[{i}]={message!r} must have 'role' and 'content'")
+    try:
+        return _compile(template).render(
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            **(special_tokens or {}),
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template failed: {error}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
     # Hugging Face renders with these three settings, and templates rely on them.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -39,14 +52,7 @@ def render(
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            **(special_tokens or {}),
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template failed: {error}") from error
+    return environment.from_string(template)
 
 
 def supervised_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[np.ndarray, np.ndarray]:

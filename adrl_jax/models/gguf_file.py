@@ -46,7 +46,8 @@ class GgufFile:
         size = os.path.getsize(self.path)
         if size < 24:
             raise ValueError(f"{self.path}: {size} bytes is too short for a GGUF file")
-        self._data = np.memmap(self.path, np.uint8, "r")
+        # A plain view of the map: slicing a `memmap` object costs more than decoding a block.
+        self._data = np.asarray(np.memmap(self.path, np.uint8, "r"))
         self._cursor = 0
         if bytes(self._data[:4]) != _MAGIC:
             raise ValueError(f"{self.path}: not a GGUF file (it begins with {bytes(self._data[:4])!r}, not {_MAGIC!r})")

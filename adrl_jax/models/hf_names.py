@@ -135,6 +135,8 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], config: ModelConfig,
         if part.shape != shape:
             raise ValueError(f"tensor {name!r} has shape {part.shape}, the config says {shape}")
         parts.append(part)
+    if leaf.layout == "plain":
+        return np.ascontiguousarray(parts[0], dtype)
     if leaf.layout == "interleaved":
         part = parts[0].reshape(config.num_heads, 3, config.head_dim, *parts[0].shape[1:])
         parts = [np.moveaxis(part, 1, 0).reshape(parts[0].shape)]

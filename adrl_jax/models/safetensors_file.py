@@ -99,7 +99,7 @@ class SafetensorsFiles:
         """The tensor as a read-only view of the mapped file, in its stored dtype."""
         file, shape, dtype, offset, num_bytes = self._where[name]
         raw = np.memmap(file, np.uint8, "r", offset=offset, shape=(num_bytes,)) if num_bytes else np.empty(0, np.uint8)
-        return raw.view(dtype).reshape(shape)
+        return np.asarray(raw).view(dtype).reshape(shape)
 
 
 def write(folder: str, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> list[str]:

@@ -56,6 +56,10 @@ class Tokenizer(abc.ABC):
         """Every token's spelling -> id, special tokens included."""
 
     @abc.abstractmethod
+    def token(self, i: int) -> str:
+        """The spelling of one id."""
+
+    @abc.abstractmethod
     def save(self, folder: str | os.PathLike) -> None:
         """Writes tokenizer.json and its companions, for `from_file` and `transformers`."""
 
@@ -67,10 +71,17 @@ class Tokenizer(abc.ABC):
         """
         if self.chat_template is None:
             raise ValueError(f"tokenizer {self.name!r} has no chat template")
-        names = {i: token for token, i in self.vocabulary().items()}
-        special = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0], "pad_token": self.pad_id}
-        special = {key: names[i] for key, i in special.items() if i is not None}
-        return chat.render(self.chat_template, messages, add_generation_prompt=add_generation_prompt, special_tokens=special)
+        return chat.render(
+            self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self.special_tokens(),
+        )
+
+    def special_tokens(self) -> dict[str, str]:
+        """Spellings of the begin, (main) end and pad tokens, under the names that templates and configs use."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0], "pad_token": self.pad_id}
+        return {key: self.token(i) for key, i in ids.items() if i is not None}
 
     def fingerprint(self) -> str:
         """16 hex digits that agree where vocabulary and segmentation agree (judged by a probe text)."""
@@ -143,6 +154,9 @@ class FastTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def token(self, i: int) -> str:
+        return self._backend.id_to_token(*self._check_ids([i]))
+
     def save(self, folder: str | os.PathLike) -> None:
         _save(self, self._backend, pathlib.Path(folder))
 
@@ -189,6 +203,9 @@ class CharTokenizer(Tokenizer):
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._ids)
+
+    def token(self, i: int) -> str:
+        return self._tokens[self._check_ids([i])[0]]
 
     def _probe_ids(self) -> np.ndarray:
         return np.array([self._ids.get(token, self.pad_id) for token in self._split(_PROBE)], np.int32)
@@ -309,10 +326,8 @@ def from_gguf(file: GgufFile) -> FastTokenizer:
 def _save(tokenizer: Tokenizer, backend: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    names = {i: token for token, i in tokenizer.vocabulary().items()}
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_ids[0], "pad_token": tokenizer.pad_id}
     raw: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    raw |= {key: names[i] for key, i in ids.items() if i is not None}
+    raw |= tokenizer.special_tokens()
     if tokenizer.chat_template is not None:
         raw["chat_template"] = tokenizer.chat_template
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
