@@ -1,12 +1,13 @@
 """Remainders by repeated subtraction: a procedural task whose visible working has a heavy tail of lengths.
 
     prompt    "97%12="
-    response  "85 73 61 49 37 25 13 1=1"
+    response  "85 73 61 49 37 25 13 01=01"
 
-Each step takes the divisor away from the last number; the answer follows the second "=". One step is easy to learn, but a
-response has as many steps as the quotient, and quotients are drawn from a log-normal law: half of the responses have at
-most 4 steps and one in a hundred has 35 or more. A sampled slip anywhere spoils the answer, which leaves reinforcement
-learning something to gain after supervised training.
+Each step takes the divisor away from the last number; the answer follows the second "=". Numbers have a fixed number of
+digits, which makes a step easy to learn. But a response has as many steps as the quotient, and quotients are drawn from a
+log-normal law: with the default settings the median response has 12 characters, one in a hundred has 84 or more, the
+longest 98. A sampled slip anywhere spoils the answer, which leaves reinforcement learning something to gain after
+supervised training.
 """
 
 import dataclasses
@@ -41,13 +42,13 @@ class Division:
     """
 
     seed: int = 0
-    median_steps: float = 4.0
-    sigma: float = 1.0
-    max_steps: int = 60
-    max_dividend: int = 999
-    max_divisor: int = 99
+    median_steps: float = 3.0
+    sigma: float = 1.1
+    max_steps: int = 32
+    max_dividend: int = 99
+    max_divisor: int = 33
     train_size: int = 100_000
-    test_size: int = 1_000
+    test_size: int = 256
     tokenizer: TextCodec | None = None
 
     name = "division"
