@@ -207,7 +207,7 @@ def test_block_formats(tmp_path, name):
     np.testing.assert_array_equal(file.read("pad"), np.ones(3, np.float32))
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(QuantType.Q8_0, 0.02), (QuantType.BF16, 0.02), (QuantType.Q4_1, 0.5)])
+@pytest.mark.parametrize(("kind", "tolerance"), [(QuantType.Q8_0, 0.06), (QuantType.BF16, 0.02), (QuantType.Q4_1, 0.5)])
 def test_quantised_model_stays_near(llama, tmp_path, forward, kind, tolerance):
     """As in real files, rows that do not divide into blocks (here 48 wide) and vectors stay float32."""
     model, tensors = llama
