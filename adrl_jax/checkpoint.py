@@ -72,7 +72,9 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep), enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(self.directory, item_names=("state", "host"), options=options)
+        # Handlers by name: without them a manager cannot tell what a step holds before it has saved one itself.
+        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         self._last_saved = self.latest()
 
     def steps(self) -> list[int]:
