@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.kv_cache import KVCache, cached_attention, init_cache
-from adrl_jax.rollout.state import RolloutState
+from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.rollout.state import Prefilled, RolloutState
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation import verify
 from adrl_jax.speculation.drafter import Drafter
@@ -41,25 +42,46 @@ class RoundConfig:
 
 
 class Summary(NamedTuple):
-    """What the host reads after a launch, in one transfer.
+    """What the host knows after a launch; on the device one int32 vector, so that it is one transfer.
 
     Attributes:
-        rows: int32 `[B, 4]`: length, finish reason, accept_passes, accept_tokens.
-        rounds: int32 `[]`, rounds that ran.
-        missing: int32 `[D]`, per drafter (in sorted order of names) the most entries a running row lacks.
+        length, finish_reason, accept_passes, accept_tokens: int32 `[B]`, as in `RolloutState`.
+        rounds: rounds that ran.
+        missing: per drafter, the most entries any running row lacks.
     """
 
-    rows: jax.Array
-    rounds: jax.Array
-    missing: jax.Array
+    length: np.ndarray
+    finish_reason: np.ndarray
+    accept_passes: np.ndarray
+    accept_tokens: np.ndarray
+    rounds: int
+    missing: dict[str, int]
 
 
-def prefill(config: ModelConfig, params: Any, tokens: jax.Array, keep_hidden: bool) -> tuple[KVCache, jax.Array | None]:
-    """Runs prompts `[P, W]` (padded at the end) through the target.
+def pack_summary(state: RolloutState, rounds: jax.Array, drafters: Mapping[str, Drafter]) -> jax.Array:
+    """int32 `[4 B + 1 + drafters]`, what `unpack_summary` reads."""
+    rows = (state.length, state.finish_reason, state.accept_passes, state.accept_tokens)
+    missing = [missing_entries(state, drafters[name]) for name in sorted(drafters)]
+    return jnp.concatenate([*rows, jnp.stack([rounds, *missing])]).astype(jnp.int32)
 
-    Returns:
-        a cache of capacity W, and the hidden states `[P, W, H]` or None.
+
+def unpack_summary(packed: np.ndarray, batch: int, drafters: Mapping[str, Drafter]) -> Summary:
+    """The host's side of `pack_summary`."""
+    rows, rest = packed[: 4 * batch].reshape(4, batch), packed[4 * batch :]
+    return Summary(*rows, int(rest[0]), {name: int(n) for name, n in zip(sorted(drafters), rest[1:], strict=True)})
+
+
+def missing_entries(state: RolloutState, drafter: Drafter) -> jax.Array:
+    """The most entries a running row's drafter lacks, int32 `[]`.
+
+    A row of n tokens has n - 1 entries in a drafter that reads hidden states (the last token's is not known yet), n in others.
     """
+    complete = state.length - 1 if drafter.uses_hidden else state.length
+    return jnp.max(jnp.where(state.running, complete - state.drafter_states[drafter.name].length, 0))
+
+
+def prefill(config: ModelConfig, params: Any, tokens: jax.Array, keep_hidden: bool) -> Prefilled:
+    """Runs prompts `[P, W]` (padded at the end) through the target."""
     count, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count, width))
     hidden, cache = transformer.Transformer(config).apply(
@@ -69,7 +91,7 @@ def prefill(config: ModelConfig, params: Any, tokens: jax.Array, keep_hidden: bo
         attend=cached_attention(positions),
         cache=init_cache(config, count, width),
     )
-    return cache, hidden if keep_hidden else None
+    return Prefilled(cache, hidden if keep_hidden else None)
 
 
 def decode_round(
@@ -161,27 +183,32 @@ def _write_hidden(buffer: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.
     return jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f.astype(b.dtype), (s, 0)))(buffer, fresh, start)
 
 
-def catch_up(
-    drafter: Drafter, width: int, params: Any, drafter_params: Any, state: RolloutState
-) -> tuple[RolloutState, Summary]:
+def catch_up(drafter: Drafter, width: int, params: Any, drafter_params: Any, state: RolloutState) -> RolloutState:
     """Fills up to `width` (static) entries of a drafter that lagged behind while rounds ran without it."""
     own = drafter.advance(
         drafter_params, params, state.drafter_states[drafter.name], state.tokens, state.length, state.hidden, width
     )
-    state = state._replace(drafter_states={**state.drafter_states, drafter.name: own})
-    return state, summarize(state, jnp.int32(0))
+    return state._replace(drafter_states={**state.drafter_states, drafter.name: own})
 
 
 def launch(
     config: RoundConfig,
     strategy: Strategy,
-    drafter: Drafter | None,
+    drafters: Mapping[str, Drafter],
     params: Any,
     drafter_params: Any,
     state: RolloutState,
     rounds: jax.Array,
-) -> tuple[RolloutState, Summary]:
-    """Up to `rounds` (int32 `[]`) rounds of one strategy; ends early when every row has finished."""
+) -> tuple[RolloutState, jax.Array]:
+    """Up to `rounds` (int32 `[]`) rounds of one strategy; ends early when every row has finished.
+
+    Args:
+        drafter_params: the parameters of the strategy's drafter, or None.
+
+    Returns:
+        the state and its packed summary.
+    """
+    drafter = drafter_or_none(strategy, drafters)
 
     def more(carry):
         done, state = carry
@@ -192,16 +219,7 @@ def launch(
         return done + 1, decode_round(config, strategy, drafter, params, drafter_params, state)
 
     done, state = jax.lax.while_loop(more, body, (jnp.int32(0), state))
-    return state, summarize(state, done)
-
-
-def summarize(state: RolloutState, rounds: jax.Array) -> Summary:
-    """The `Summary` of a state."""
-    rows = jnp.stack([state.length, state.finish_reason, state.accept_passes, state.accept_tokens], axis=1)
-    missing = [
-        jnp.max(jnp.where(state.running, state.length - 1 - s.length, 0)) for _, s in sorted(state.drafter_states.items())
-    ]
-    return Summary(rows, rounds, jnp.stack(missing) if missing else jnp.zeros(0, jnp.int32))
+    return state, pack_summary(state, done, drafters)
 
 
 def drafter_or_none(strategy: Strategy, drafters: Mapping[str, Drafter]) -> Drafter | None:

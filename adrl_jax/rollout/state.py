@@ -3,7 +3,7 @@
 Shapes: `B` rows, `S` token capacity a row, `H` hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,21 +72,17 @@ class Rows(NamedTuple):
     ignore_eos: np.ndarray
 
 
-def expand(
-    rows: Rows,
-    groups: jax.Array,
-    cache: KVCache,
-    hidden: jax.Array | None,
-    drafters: Mapping[str, Drafter],
-) -> RolloutState:
-    """A fresh state from prefilled prompts: row b continues prompt `groups[b]`.
+class Prefilled(NamedTuple):
+    """What the target makes of `P` prompts padded to `W` tokens: a cache of capacity W, and `[P, W, H]` hidden states or None."""
 
-    Args:
-        groups: int32 `[B]`, indices into the prompts.
-        cache, hidden: of the prompts, `[P, …]` with a capacity of at most S.
-    """
+    cache: KVCache
+    hidden: jax.Array | None
+
+
+def expand(rows: Rows, source: jax.Array, prompts: Prefilled, drafters: Mapping[str, Drafter]) -> RolloutState:
+    """A fresh state in which row b continues prompt `source[b]` (int32 `[B]`)."""
     batch, capacity = rows.tokens.shape
-    fitted = jax.tree.map(lambda x: _fit(x, 2, capacity)[groups], cache)
+    cache, hidden = _of_rows(prompts, source, capacity)
     return RolloutState(
         tokens=jnp.asarray(rows.tokens),
         log_probs=jnp.zeros((batch, capacity), jnp.float32),
@@ -96,11 +92,29 @@ def expand(
         request_keys=jnp.asarray(rows.request_keys),
         temperature=jnp.asarray(rows.temperature),
         ignore_eos=jnp.asarray(rows.ignore_eos),
-        cache=fitted,
-        hidden=None if hidden is None else _fit(hidden, 1, capacity)[groups],
+        cache=cache,
+        hidden=hidden,
         drafter_states={name: d.init_state(batch, capacity) for name, d in drafters.items()},
         accept_passes=jnp.zeros(batch, jnp.int32),
         accept_tokens=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def insert(state: RolloutState, prompts: Prefilled, source: jax.Array, taken: jax.Array) -> RolloutState:
+    """Gives the rows where `taken` (bool `[B]`) the cache of prompt `source[b]`, for waves prefilled in several parts."""
+    fresh = _of_rows(prompts, source, state.capacity)
+
+    def choose(new, old):
+        return jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    cache, hidden = jax.tree.map(choose, fresh, Prefilled(state.cache, state.hidden))
+    return state._replace(cache=cache, hidden=hidden)
+
+
+def _of_rows(prompts: Prefilled, source: jax.Array, capacity: int) -> Prefilled:
+    return Prefilled(
+        jax.tree.map(lambda x: _fit(x, 2, capacity)[source], prompts.cache),
+        None if prompts.hidden is None else _fit(prompts.hidden, 1, capacity)[source],
     )
 
 
@@ -118,18 +132,6 @@ def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter
 
 def _fit(x: jax.Array, axis: int, size: int) -> jax.Array:
     extra = size - x.shape[axis]
-    if extra < 0:  # prompts are prefilled in wide buckets; what lies past a row's length means nothing
+    if extra < 0:  # prompts are padded to wide buckets; what lies past a row's length means nothing
         return jax.lax.slice_in_dim(x, 0, size, axis=axis)
     return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
-
-
-def bucket(value: int, buckets: Sequence[int]) -> int:
-    """The smallest of `buckets` that is at least `value`.
-
-    Raises:
-        ValueError: every bucket is smaller.
-    """
-    fitting = [b for b in buckets if b >= value]
-    if not fitting:
-        raise ValueError(f"{value} exceeds the largest bucket of {tuple(buckets)}")
-    return min(fitting)

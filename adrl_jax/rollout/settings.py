@@ -1,0 +1,94 @@
+"""How rollouts are run: sizes that are compiled and strategies that may be chosen."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from adrl_jax.speculation import verify
+from adrl_jax.speculation.strategy import OFF, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The engine's settings. Results do not depend on any size here, only speed and memory do.
+
+    Attributes:
+        seed: the run's seed; with prompt, visit, sample and position it names all noise.
+        eos_ids: tokens that end a response (and belong to it).
+        valid_vocab: ids at or past it are never drawn; None allows the whole table.
+        strategies: the arms, `OFF` among them: plain decoding is always a choice.
+        max_batch: rows that run together.
+        batch_buckets: compiled batch sizes; None means powers of two up to `max_batch`, and `max_batch`.
+        cache_bucket: cache capacities are multiples of this (of coarser units when long), in tokens.
+        rounds_per_launch: verify passes between two looks of the host.
+        verification: `coupled` or `rejection`.
+        prefill_bucket: prompts are padded to multiples of this (of coarser units when long), in tokens.
+        prefill_batch: most prompts prefilled together.
+        max_length: longest prompt + response in tokens; None means what the model allows.
+    """
+
+    seed: int
+    eos_ids: tuple[int, ...]
+    valid_vocab: int | None = None
+    strategies: tuple[Strategy, ...] = (OFF,)
+    max_batch: int = 64
+    batch_buckets: tuple[int, ...] | None = None
+    cache_bucket: int = 64
+    rounds_per_launch: int = 16
+    verification: str = "coupled"
+    prefill_bucket: int = 32
+    prefill_batch: int = 8
+    max_length: int | None = None
+
+    def __post_init__(self):
+        for name in ("max_batch", "cache_bucket", "rounds_per_launch", "prefill_bucket", "prefill_batch", "max_length"):
+            value = getattr(self, name)
+            if name == "max_length" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"EngineConfig.{name}={value!r} must be a positive integer")
+        verify.check_method(self.verification)
+        if OFF not in self.strategies:
+            raise ValueError("EngineConfig.strategies must contain OFF: plain decoding is always a choice")
+        if len(set(self.strategies)) != len(self.strategies):
+            raise ValueError(f"EngineConfig.strategies has duplicates: {', '.join(s.name for s in self.strategies)}")
+        trees = [s.name for s in self.strategies if s.width != 1]
+        if trees:
+            raise ValueError(f"EngineConfig.strategies={trees[0]!r} drafts a tree; this engine verifies chains (width 1)")
+        if self.batch_buckets is not None:
+            if any(not isinstance(b, int) or b < 1 for b in self.batch_buckets):
+                raise ValueError(f"EngineConfig.batch_buckets={self.batch_buckets!r} must be positive integers")
+            if not self.batch_buckets or max(self.batch_buckets) < self.max_batch:
+                raise ValueError(f"EngineConfig.batch_buckets={self.batch_buckets!r} must reach max_batch={self.max_batch}")
+        if any(not isinstance(e, int) or e < 0 for e in self.eos_ids):
+            raise ValueError(f"EngineConfig.eos_ids={self.eos_ids!r} must be token ids >= 0")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Compiled batch sizes, ascending."""
+        if self.batch_buckets is not None:
+            return tuple(sorted(set(self.batch_buckets)))
+        powers = [1 << i for i in range(self.max_batch.bit_length()) if 1 << i < self.max_batch]
+        return (*powers, self.max_batch)
+
+    def capacity(self, needed: int) -> int:
+        """The cache capacity that holds `needed` tokens."""
+        return round_up(needed, self.cache_bucket)
+
+
+def round_up(value: int, unit: int) -> int:
+    """The next multiple of `unit`, or of 2, 4, … times it for long values: at most eight sizes to each doubling."""
+    while value > 8 * unit:
+        unit *= 2
+    return -(-value // unit) * unit
+
+
+def bucket(value: int, buckets: Sequence[int]) -> int:
+    """The smallest of `buckets` that is at least `value`.
+
+    Raises:
+        ValueError: every bucket is smaller.
+    """
+    fitting = [b for b in buckets if b >= value]
+    if not fitting:
+        raise ValueError(f"{value} exceeds the largest bucket of {tuple(buckets)}")
+    return min(fitting)
