@@ -23,6 +23,7 @@ from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.tokenizer import Tokenizer
+from adrl_jax.rewards.pool import ScorerPool
 from adrl_jax.rollout.engine import Engine
 from adrl_jax.runtime import arms
 from adrl_jax.runtime.collect import Scorer
@@ -31,7 +32,7 @@ from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
-from adrl_jax.tasks.division import ALPHABET, Division
+from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt, Rollout
 from experiments import resolve, rules
 from experiments.config import Config
@@ -42,6 +43,8 @@ _ADVANTAGES = {
     "dr_grpo": advantages.group_centered,
     "rloo": advantages.leave_one_out,
 }
+# Tasks that an embedded model can speak, and in which characters.
+_ALPHABETS = {"division": division.ALPHABET}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ def policy(c: Config, alphabet: str | None) -> Policy:
         require(alphabet is not None, "model.source", c.model.source, f"task.name={c.task.name} is in words; name real weights")
         tokenizer = tokenizers.CharTokenizer(alphabet)
         config = resolve.model_config(c, tokenizer.size)
-        return Policy(config, tokenizer, lambda: transformer.init_params(config, jax.random.key(c.seed)), "embedded")
+        return Policy(config, tokenizer, lambda: _fresh(config, c), "embedded")
     model = _load(c.model.source, c.model.dtype)
     if model.tokenizer is None:
         raise ConfigError(f"model.source={c.model.source!r} has no tokenizer beside its weights")
@@ -84,6 +87,12 @@ def policy(c: Config, alphabet: str | None) -> Policy:
         lambda: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params),
         model.source,
     )
+
+
+def _fresh(config: ModelConfig, c: Config) -> Any:
+    params = transformer.init_params(config, jax.random.key(c.seed))
+    scale = c.model.init_std / 0.02  # what init_params draws matrices with
+    return jax.tree.map(lambda x: x * scale if x.ndim >= 2 else x, params)
 
 
 def _load(source: str, dtype: str) -> weights.Model:
@@ -228,13 +237,31 @@ def opened(c: Config) -> Iterator[Parts]:
 def open_task(c: Config) -> Any:
     """The task that the settings name, not yet encoded."""
     t = c.task
-    return Division(seed=c.seed, median_steps=t.median_steps, sigma=t.sigma, max_steps=t.max_steps)
+    options: dict[str, Any] = {
+        "division": dict(
+            seed=t.seed,
+            median_steps=t.median_steps,
+            sigma=t.sigma,
+            max_steps=t.max_steps,
+            max_dividend=t.max_dividend,
+            max_divisor=t.max_divisor,
+            train_size=t.train_prompts,
+            test_size=t.eval_prompts,
+        ),
+        "arithmetic": dict(seed=t.seed, train_size=t.train_prompts, test_size=t.eval_prompts),
+        "gsm8k": dict(data=t.path, mode=t.answer_mode),
+    }[t.name]
+    return registry.build(t.name, **options)
 
 
 @contextlib.contextmanager
 def scoring(c: Config, task: Any) -> Iterator[Scorer]:
-    """A scorer of batches: in this process, or in worker processes with a time-out."""
-    yield lambda items: [task.score(prompt, text, truncated) for prompt, text, truncated in items]
+    """A scorer of batches: in worker processes with a time-out, or (`task.reward_workers=0`) in this process."""
+    if c.task.reward_workers == 0:
+        yield lambda items: [task.score(*item) for item in items]
+        return
+    with ScorerPool(task.score, workers=c.task.reward_workers, timeout_s=c.task.reward_timeout) as pool:
+        yield pool.score
 
 
 def build(c: Config, task: Any, scorer: Scorer) -> Parts:
@@ -249,7 +276,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
     require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
-    target = policy(c, ALPHABET)
+    target = policy(c, _ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
     require(len(train) > 0, "task.path", c.task.path, "no training prompts in it")

@@ -34,14 +34,20 @@ class Task:
     """What is asked and how answers are scored."""
 
     name: str = option("division", "which task", choices=TASKS)
-    path: str = option("", "file or folder of the records, or a `datasets` name; only for tasks that read records")
+    path: str = option(
+        "", "gsm8k: a folder with train and test files, one .jsonl or .parquet file, or a `datasets` name such as openai/gsm8k"
+    )
     train_prompts: int = option(2048, "distinct training prompts; for tasks that read records, at most this many", low=1)
     eval_prompts: int = option(64, "held-out prompts of each evaluation", low=1)
-    median_steps: float = option(4.0, "division: median number of steps of a response", low=1)
-    sigma: float = option(
-        1.0, "division: standard deviation of the logarithm of the steps; the tail's heaviness", low=0, high=3
+    seed: int = option(0, "names the problems of a procedural task, apart from the run's seed", low=0)
+    median_steps: float = option(3.0, "division: median number of steps of a response", low=1)
+    sigma: float = option(1.1, "division: deviation of the logarithm of the steps, the heaviness of the tail", low=0, high=3)
+    max_steps: int = option(32, "division: most steps of a response", low=1)
+    max_dividend: int = option(99, "division: largest dividend", low=5)
+    max_divisor: int = option(33, "division: largest divisor", low=3)
+    answer_mode: str = option(
+        "flexible", "gsm8k: which answers count, the `####` line alone or any usual style", choices=("strict", "flexible")
     )
-    max_steps: int = option(60, "division: most steps of a response", low=1)
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
     reward_workers: int = option(1, "worker processes that score responses; 0 scores in this process, without time-outs", low=0)
@@ -61,6 +67,7 @@ class Model:
     head_dim: int = option(32, "channels of a head; even", low=2)
     tie_embeddings: bool = option(True, "the output projection is the embedding table")
     max_positions: int = option(1024, "longest context, in tokens", low=2)
+    init_std: float = option(0.02, "standard deviation of fresh weight matrices", above=0)
     dtype: str = option(
         "float32",
         "activations and served weights; the learner's master weights are always float32",

@@ -143,7 +143,7 @@ def _readable(error: Exception, known: Mapping[str, Option], extra: Mapping[str,
 
 
 def _in_file(error: Exception, file: str, known: Mapping[str, Option]) -> ConfigError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == Path(file).resolve()]
     where = f"{file}:{frames[-1].lineno}: {frames[-1].line}" if frames else file
     name = re.search(r"field '(\w+)'|Key \"(\w+)\"", str(error))
     if name is None:

@@ -9,7 +9,7 @@ from experiments.schema import ConfigError, require
 
 DRAFTERS = ("ngram", "eagle", "model")
 NEEDS_PATH = ("gsm8k",)
-HAS_WORKED_EXAMPLES = ("division", "gsm8k")
+HAS_WORKED_EXAMPLES = ("division",)
 
 
 def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:

@@ -18,8 +18,8 @@ import numpy as np
 
 from adrl_jax import checkpoint, report
 from adrl_jax.metrics import CompileClock, JsonLines, MetricLog, Stopwatch
-from adrl_jax.runtime import arms, collect, compare, cursor, numbers, publish
-from adrl_jax.runtime.parts import EVALUATION_VISIT, LoopConfig, Parts, RunState
+from adrl_jax.runtime import arms, collect, compare, cursor, evaluation, numbers, publish
+from adrl_jax.runtime.parts import LoopConfig, Parts, RunState
 from adrl_jax.runtime.progress import Progress
 from adrl_jax.runtime.stop import Stop, StopRequested, on_signals
 
@@ -64,7 +64,7 @@ class _Run:
         self.parts, self.config, self.workdir, self.stop = parts, config, workdir, stop
         self.clock = CompileClock()
         self.checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", keep=config.checkpoints_kept)
-        self.facts: dict[str, Any] = {"seconds": 0.0, "evaluations": {}}
+        self.facts: dict[str, Any] = {"seconds": 0.0, "evaluations": {}, "accept_passes": 0, "accept_tokens": 0}
         self.progress: Progress | None = None
         self.snapshot: publish.Snapshot | None = None
 
@@ -249,6 +249,8 @@ class _Run:
         row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies)
         row |= numbers.of_staleness(result.rollouts, version) | watch.metrics() | self._versions()
         self.metrics.write("train", step, row)
+        self.facts["accept_passes"] += sum(r.accept_passes for r in result.rollouts)
+        self.facts["accept_tokens"] += sum(r.accept_tokens for r in result.rollouts)
         lengths = [r.response_length for r in result.rollouts]
         self.arms.append(arms.record(step, result.stats.launches, parts.strategies, lengths))
         for record in collect.sample_records(scored, "train", step, c.samples_per_step):
@@ -262,22 +264,16 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         c, parts = self.config, self.parts
-        watch = Stopwatch(self.clock)
-        prompts = list(parts.eval_prompts)
-        requests = collect.requests_for(prompts, [EVALUATION_VISIT] * len(prompts), c.eval_samples, c.max_new_tokens)
-        with watch.phase("rollout"):
-            result = parts.engine.generate(
-                requests, c.eval_sampling, parts.bandit, self.state.bandit, on_launch=self._on_launch
-            )
-        with watch.phase("reward"):
-            scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
-        self.state = self.state._replace(bandit=result.bandit_state)
-        row = collect.metrics(scored) | numbers.of_rollouts(result.stats, result.rollouts, parts.strategies) | watch.metrics()
+        row, scored, bandit = evaluation.evaluate(
+            parts, c.eval_sampling, c.eval_samples, c.max_new_tokens, self.state.bandit, self.clock, self._on_launch
+        )
+        self.state = self.state._replace(bandit=bandit)
         self.facts["evaluations"][str(step)] = row["reward/mean"]
-        self.metrics.write("evaluate", step, row)
+        self.metrics.write("evaluate", step, row | self._versions())
         for record in collect.sample_records(scored, "evaluate", step, c.samples_per_step):
             self.samples.append(record)
-        self.progress.note(f"reward on {len(prompts)} held-out prompts after {step} steps: {row['reward/mean']:.3f}")
+        n = len(parts.eval_prompts)
+        self.progress.note(f"reward on {n} held-out prompts after {step} steps: {row['reward/mean']:.3f}")
 
     def _publish(self) -> None:
         learner = self.state.learner
@@ -307,6 +303,11 @@ class _Run:
         if self.progress is not None:
             self.progress.show(arm=self.parts.strategies[launch.arm].name, running=launch.running)
 
+    def _accept_length(self) -> float | None:
+        """Over all training rollouts; None where nothing ever speculated."""
+        passes = self.facts["accept_passes"]
+        return self.facts["accept_tokens"] / passes if passes else None
+
     def _close(self) -> dict[str, Any]:
         """The closing comparison, summary.json and the report."""
         c, parts = self.config, self.parts
@@ -332,7 +333,7 @@ class _Run:
             "reward_start": evaluations.get("0"),
             "reward_end": evaluations[str(c.steps)],
             "rollout_speedup": found and found.speedup,
-            "accept_length": found and found.accept_length,
+            "accept_length": found.accept_length if found and found.accept_length else self._accept_length(),
             "identical_tokens": found and found.identical,
             "seconds": time.monotonic() - self.started,
             "steps": c.steps,

@@ -1,0 +1,50 @@
+"""A small transformer learns long division by subtraction, warm-started and then by GRPO with speculative rollouts.
+
+    make quickstart
+    python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+"""
+
+from experiments import config
+
+
+def get_config():
+    c = config.get_config()
+    c.task.name = "division"
+    c.task.train_prompts = 4096
+    c.task.eval_prompts = 256
+    c.task.max_prompt_tokens = 6
+    c.task.reward_workers = 0
+
+    c.model.num_layers, c.model.hidden_size, c.model.intermediate_size = 4, 96, 288
+    c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 24
+    c.model.max_positions = 128
+    c.model.init_std = 0.08
+
+    c.warm_start.steps = 200
+    c.warm_start.batch_size = 64
+    c.warm_start.examples = 16_384
+    c.warm_start.learning_rate = 4e-3
+
+    c.train.steps = 40
+    c.train.prompts_per_step = 16
+    c.train.group_size = 8
+    c.train.max_new_tokens = 104
+
+    c.rollout.strategies = ("off", "eagle-d4", "eagle-d8")
+    c.rollout.max_batch = 128
+    c.rollout.batch_buckets = (8, 32, 128)
+    c.rollout.cache_bucket = 128
+    c.rollout.rounds_per_launch = 4
+    c.bandit.thresholds = (1, 12)
+    c.bandit.window = 32
+
+    c.learner.learning_rate = 3e-4
+    c.learner.row_length = 112
+    c.learner.row_multiple = 48
+    c.learner.microbatch_rows = 8
+    c.learner.target_multiple = 112
+    c.drafter.learning_rate = 1e-3
+
+    c.checkpoint.every = 20
+    c.log.samples_per_step = 16
+    return c
