@@ -1,0 +1,138 @@
+"""Draws the README's pictures from measured numbers only: `python -m experiments.figures`.
+
+What is drawn lies in docs/measured/ and comes from these commands:
+
+    python -m experiments.bench.rollout --model=smollm2 --peer=hf,tunix --peer_python=… --json=docs/measured/rollout.json
+    python -m experiments.bench.step --model=smollm2 --peer=trl,tunix --peer_python=… --json=docs/measured/step.json
+    make quickstart, then: cp runs/quickstart/summary.json docs/measured/quickstart.json
+                           cp runs/quickstart/metrics.jsonl docs/measured/quickstart.jsonl
+
+A picture whose numbers are not there is not drawn.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from adrl_jax.metrics import read_lines
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+INK, MUTED, GRID, OURS, OTHER, ACCENT = "#1c2330", "#6b7483", "#e7eaf0", "#2f6fed", "#c3cad6", "#e8833a"
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "adrl",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Inter", "Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": "#c9cfd9",
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "grid.color": GRID,
+    "legend.frameon": False,
+}
+BARS = {
+    "rollout.json": (
+        ("16 requests × 64 tokens, tokens/s", "_16"),
+        ("1 request × 128 tokens, tokens/s", "_1"),
+        (
+            ("with speculation", "spec_tokens_per_s"),
+            ("plain", "plain_tokens_per_s"),
+            ("Tunix", "tunix_tokens_per_s"),
+            ("Hugging Face", "hf_tokens_per_s"),
+        ),
+    ),
+    "step.json": (
+        ("GRPO step, 4 prompts × 4 × 64 tokens, seconds", "_4x4x64"),
+        ("GRPO step, 1 prompt × 4 × 256 tokens, seconds", "_1x4x256"),
+        (("adrl-jax", "step_s"), ("Tunix", "tunix_step_s"), ("TRL", "trl_step_s")),
+    ),
+}
+
+
+def bars(results: Mapping[str, Any], name: str) -> Figure:
+    """Two panels of horizontal bars, ours in colour; a figure that was not measured has no bar."""
+    left, right, sides = BARS[name]
+    figure = Figure(figsize=(9, 0.45 * len(sides) + 0.8), layout="constrained")
+    for ax, (title, suffix) in zip(figure.subplots(1, 2), (left, right)):
+        found = [(label, results.get(key + suffix), i) for i, (label, key) in enumerate(sides)]
+        found = [(label, value, i) for label, value, i in found if value is not None]
+        ours = {"with speculation", "plain", "adrl-jax"}
+        colors = [OURS if label in ours else OTHER for label, _, _ in found]
+        drawn = ax.barh([label for label, _, _ in found], [value for _, value, _ in found], color=colors, height=0.62)
+        ax.bar_label(drawn, fmt="%.3g", padding=4, color=INK)
+        ax.invert_yaxis()
+        ax.set_title(title)
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.margins(x=0.12)
+    return figure
+
+
+def quickstart(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Reward by step, and the tail of one rollout with and without speculation."""
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    reward, tail = figure.subplots(1, 2)
+    for phase, style in (("train", dict(color=OURS)), ("evaluate", dict(color=ACCENT, marker="o", linestyle="--"))):
+        points = [(r["step"], r["reward/mean"]) for r in rows if r["phase"] == phase and r.get("reward/mean") is not None]
+        if points:
+            label = {"train": "rollouts", "evaluate": "held-out prompts"}[phase]
+            reward.plot(*zip(*points), label=label, linewidth=1.6, **style)
+    reward.set(title="Reward", xlabel="step")
+    _running(tail, summary.get("running_off"), MUTED, "without speculation")
+    _running(tail, summary.get("running"), OURS, "with speculation")
+    tail.set(title="Requests running in one rollout, the same tokens", xlabel="seconds")
+    for ax in (reward, tail):
+        ax.grid(True, axis="y")
+        ax.legend()
+    return figure
+
+
+def _running(ax: Axes, points: Sequence[Sequence[float]] | None, color: str, label: str) -> None:
+    if points:
+        seconds, running = zip(*points)
+        ax.step(seconds, running, where="post", color=color, label=label, linewidth=1.6)
+        ax.fill_between(seconds, running, step="post", color=color, alpha=0.1)
+
+
+def draw(measured: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes every picture whose numbers are in `measured`; returns what was written."""
+    figures: dict[str, Figure] = {}
+    for name in BARS:
+        if (measured / name).exists():
+            figures[pathlib.Path(name).stem] = bars(json.loads((measured / name).read_text())["results"], name)
+    if (measured / "quickstart.json").exists():
+        summary = json.loads((measured / "quickstart.json").read_text())
+        figures["quickstart"] = quickstart(summary, read_lines(measured / "quickstart.jsonl"))
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in figures.items():
+        written.append(folder / f"{name}.svg")
+        figure.savefig(written[-1], facecolor="white", metadata={"Date": None, "Creator": None})
+    return written
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--measured", type=pathlib.Path, default=DOCS / "measured", help="folder of the numbers")
+    flags.add_argument("--out", type=pathlib.Path, default=DOCS, help="folder of the pictures")
+    args = flags.parse_args()
+    with matplotlib.rc_context(STYLE):
+        for path in draw(args.measured, args.out):
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
