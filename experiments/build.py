@@ -248,7 +248,7 @@ def open_task(c: Config) -> Any:
             train_size=t.train_prompts,
             test_size=t.eval_prompts,
         ),
-        "arithmetic": dict(seed=t.seed, train_size=t.train_prompts, test_size=t.eval_prompts),
+        "arithmetic": dict(seed=t.seed, operations=t.operations, low=t.low, high=t.high, mode=t.answer_mode),
         "gsm8k": dict(data=t.path, mode=t.answer_mode),
     }[t.name]
     return registry.build(t.name, **options)

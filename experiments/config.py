@@ -45,8 +45,13 @@ class Task:
     max_steps: int = option(32, "division: most steps of a response", low=1)
     max_dividend: int = option(99, "division: largest dividend", low=5)
     max_divisor: int = option(33, "division: largest divisor", low=3)
+    operations: tuple[str, ...] = option(("+",), "arithmetic: what is asked", choices=("+", "-", "*"))
+    low: int = option(1, "arithmetic: smallest operand", low=0)
+    high: int = option(9, "arithmetic: largest operand", low=1)
     answer_mode: str = option(
-        "flexible", "gsm8k: which answers count, the `####` line alone or any usual style", choices=("strict", "flexible")
+        "flexible",
+        "arithmetic, gsm8k: which answers count, the `####` line alone or any usual style",
+        choices=("strict", "flexible"),
     )
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
@@ -60,8 +65,8 @@ class Model:
     source: str = option("embedded", "`embedded` (small, from scratch), `smollm2`, or the path of a weights folder or file")
     family: str = option("llama", "architecture of the embedded model", choices=FAMILIES)
     num_layers: int = option(4, "decoder layers", low=1)
-    hidden_size: int = option(128, "width", low=8)
-    intermediate_size: int = option(384, "width inside the MLP", low=8)
+    hidden_size: int = option(128, "channels of the residual stream", low=8)
+    intermediate_size: int = option(384, "channels inside the MLP", low=8)
     num_heads: int = option(4, "query heads", low=1)
     num_kv_heads: int = option(2, "key-value heads; divides num_heads", low=1)
     head_dim: int = option(32, "channels of a head; even", low=2)

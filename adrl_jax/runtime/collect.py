@@ -90,7 +90,6 @@ def metrics(scored: Scored) -> dict[str, float]:
         "reward/std": rewards.std(),
         "reward/max": rewards.max(),
         "reward/min": rewards.min(),
-        "frac_zero_adv_groups": scored.frac_zero_std,
         "len/mean": lengths.mean(),
         "len/median": np.median(lengths),
         "len/p95": np.percentile(lengths, 95),

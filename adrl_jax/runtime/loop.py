@@ -247,6 +247,7 @@ class _Run:
             self._publish()
         row = collect.metrics(scored) | numbers.of_updates(updates)
         row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies)
+        row["frac_zero_adv_groups"] = scored.frac_zero_std
         row |= numbers.of_staleness(result.rollouts, version) | watch.metrics() | self._versions()
         self.metrics.write("train", step, row)
         self.facts["accept_passes"] += sum(r.accept_passes for r in result.rollouts)

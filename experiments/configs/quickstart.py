@@ -1,7 +1,7 @@
 """A small transformer learns long division by subtraction, warm-started and then by GRPO with speculative rollouts.
 
-    make quickstart
-    python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+make quickstart
+python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
 """
 
 from experiments import config

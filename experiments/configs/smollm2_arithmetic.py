@@ -1,0 +1,41 @@
+"""SmolLM2-135M-Instruct, real weights, learns to answer sums with the sum.
+
+make smollm2
+python -m experiments.train --config=experiments/configs/smollm2_arithmetic.py --workdir=runs/smollm2_arithmetic
+"""
+
+from experiments import config
+
+
+def get_config():
+    c = config.get_config()
+    c.model.source = "smollm2"
+    c.task.name = "arithmetic"
+    c.task.operations = ("+",)
+    c.task.low, c.task.high = 1, 9
+    c.task.train_prompts = 64
+    c.task.eval_prompts = 17
+    c.task.max_prompt_tokens = 64
+    c.task.reward_workers = 0
+
+    c.train.steps = 60
+    c.train.prompts_per_step = 8
+    c.train.group_size = 8
+    c.train.max_new_tokens = 24
+    c.evaluation.samples = 8
+    c.evaluation.every = 20
+
+    c.rollout.strategies = ("off", "ngram-d3")
+    c.rollout.max_batch = 64
+    c.rollout.batch_buckets = (4, 16, 64)
+    c.rollout.cache_bucket = 32
+    c.rollout.rounds_per_launch = 8
+
+    c.learner.learning_rate = 5e-6
+    c.learner.row_length = 128
+    c.learner.row_multiple = 24
+    c.learner.target_multiple = 96
+
+    c.checkpoint.every = 30
+    c.checkpoint.keep = 1
+    return c
