@@ -84,8 +84,8 @@ class ModelConfig:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} is unknown; choose float32 or bfloat16")
+        if self.dtype not in ("float32", "bfloat16", "float64"):
+            raise ValueError(f"dtype={self.dtype!r} is unknown; choose float32 or bfloat16 (float64 only to check others)")
 
     @property
     def scale(self) -> float:

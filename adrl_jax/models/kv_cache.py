@@ -76,7 +76,7 @@ def _visible(positions: jax.Array, capacity: int, window: int | None) -> jax.Arr
 
 
 def masked_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """Softmax attention with float32 scores.
+    """Softmax attention with scores of at least float32.
 
     Args:
         q: `[B, T, N, D]`, scaled.
@@ -93,9 +93,10 @@ def masked_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: 
     # an axis of their own, XLA's CPU products take three times as long.
     q = q.reshape(batch, length, kv_heads, group, dim).swapaxes(1, 2).reshape(batch * kv_heads, length * group, dim)
     keys = keys.reshape(batch * kv_heads, capacity, dim)
-    scores = jax.lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jax.lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=wide)
     scores = scores.reshape(batch, kv_heads, length, group, capacity)
-    scores = jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible[:, None, :, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(batch * kv_heads, length * group, capacity)
     values = values.reshape(batch * kv_heads, capacity, dim)
     out = jax.lax.dot_general(weights, values, (((2,), (1,)), ((0,), (0,))))

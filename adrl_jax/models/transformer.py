@@ -63,7 +63,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, computed in float32 and returned in the dtype of the input."""
+    """RMSNorm or LayerNorm, computed in at least float32 and returned in the dtype of the input."""
 
     kind: str = "rms"
     eps: float = 1e-5
@@ -72,13 +72,14 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.constant(1.0 - self.offset)
-        weight = self.param("weight", init, (x.shape[-1],)).astype(jnp.float32) + self.offset
-        y = x.astype(jnp.float32)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        weight = self.param("weight", init, (x.shape[-1],)).astype(wide) + self.offset
+        y = x.astype(wide)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps) * weight
         if self.kind == "layer":
-            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],)).astype(jnp.float32)
+            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],)).astype(wide)
         return y.astype(x.dtype)
 
 
@@ -215,7 +216,7 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, config: ModelConfig) -
 
 
 def logits(params: Any, hidden: jax.Array) -> jax.Array:
-    """Float32 logits `[..., V]` of final-norm `hidden` `[..., H]`.
+    """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`.
 
     Uses `params["head"]` `[H, V]` where present (untied models, and every published engine layout), else the embedding.
     """
@@ -223,7 +224,7 @@ def logits(params: Any, hidden: jax.Array) -> jax.Array:
         out = hidden @ params["head"].astype(hidden.dtype)
     else:
         out = jax.lax.dot_general(hidden, params["embedding"].astype(hidden.dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
-    return out.astype(jnp.float32)
+    return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Any:
