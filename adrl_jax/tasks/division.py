@@ -6,8 +6,11 @@
 Each step takes the divisor away from the last number; the answer follows the second "=". Numbers have a fixed number of
 digits, which makes a step easy to learn. But a response has as many steps as the quotient, and quotients are drawn from a
 log-normal law: with the default settings the median response has 12 characters, one in a hundred has 84 or more, the
-longest 98. A sampled slip anywhere spoils the answer, which leaves reinforcement learning something to gain after
-supervised training.
+longest 98.
+
+Supervised examples are as careless as people's: each step is wrong with probability `slip_rate` (and the rest follows from
+it), so a model that imitates them slips as often. One slip spoils the answer, and reinforcement learning, which sees only the
+answers, can train the carelessness away.
 """
 
 import dataclasses
@@ -37,6 +40,7 @@ class Division:
         max_steps: largest quotient.
         max_dividend: largest dividend; divisors shrink so that the quotient fits.
         max_divisor: largest divisor; the smallest is 3.
+        slip_rate: chance that a step of a supervised example is off by up to 9. Prompts and scores know no slips.
         train_size, test_size: prompts in each split. No (dividend, divisor) is in both.
         tokenizer: set by `encode`.
     """
@@ -47,6 +51,7 @@ class Division:
     max_steps: int = 32
     max_dividend: int = 99
     max_divisor: int = 33
+    slip_rate: float = 0.1
     train_size: int = 100_000
     test_size: int = 256
     tokenizer: TextCodec | None = None
@@ -60,6 +65,8 @@ class Division:
             raise ValueError(f"Division.median_steps={self.median_steps!r} must be in [1, max_steps={self.max_steps}]")
         if not 0 <= self.sigma <= 3:
             raise ValueError(f"Division.sigma={self.sigma!r} must be in [0, 3]")
+        if not 0 <= self.slip_rate < 1:
+            raise ValueError(f"Division.slip_rate={self.slip_rate!r} must be in [0, 1)")
         if self.max_divisor < 3:
             raise ValueError(f"Division.max_divisor={self.max_divisor!r} must be at least 3")
         if self.max_dividend < 3 * (self.max_steps + 1) - 1:
@@ -99,10 +106,11 @@ class Division:
         return (dividend * 1000 + divisor) * 2654435761 % 2**32 * _TEST_SHARE // 2**32 == 0
 
     def supervised_example(self, index: int) -> tuple[str, str]:
-        """(prompt, response) for supervised training, without an end token. Never a problem of the test split."""
+        """(prompt, response) for supervised training, slips included, without an end token. Never a problem of the test split."""
         dividend, divisor = self.problem("supervised", index)
-        digits = len(str(self.max_dividend))
-        return self._question(dividend, divisor), working(dividend, divisor, digits)
+        slips = np.random.default_rng([self.seed, len(_STREAMS), index])
+        response = working(dividend, divisor, len(str(self.max_dividend)), self.slip_rate, slips)
+        return self._question(dividend, divisor), response
 
     def _question(self, dividend: int, divisor: int) -> str:
         digits = len(str(self.max_dividend))
@@ -117,7 +125,18 @@ class Division:
         return Score(float(match), found.group(1), "match" if match else "mismatch")
 
 
-def working(dividend: int, divisor: int, digits: int) -> str:
-    """The right response: every intermediate number, then the remainder once more behind "="; numbers have `digits` digits."""
-    numbers = [f"{x:0{digits}d}" for x in range(dividend - divisor, -1, -divisor)] or [f"{dividend:0{digits}d}"]
-    return f"{' '.join(numbers)}={numbers[-1]}"
+def working(dividend: int, divisor: int, digits: int, slip_rate: float = 0.0, rng: np.random.Generator | None = None) -> str:
+    """Every intermediate number, then the last one once more behind "=", each with `digits` digits.
+
+    With `slip_rate` a step is replaced, as often as that, by another number below the one before it that is at most 9 off.
+    """
+    numbers = []
+    left = dividend
+    while left >= divisor:
+        right = left - divisor
+        if slip_rate and rng.random() < slip_rate:
+            wrong = [x for x in range(max(right - 9, 0), min(right + 10, left)) if x != right]
+            right = int(rng.choice(wrong))
+        numbers.append(f"{right:0{digits}d}")
+        left = right
+    return f"{' '.join(numbers)}={left:0{digits}d}"

@@ -17,6 +17,21 @@ def test_working_by_hand():
     assert working(100, 33, 3) == "067 034 001=001"
 
 
+def test_slips_come_at_the_stated_rate_and_the_rest_follows_from_them():
+    task = Division(slip_rate=0.2)
+    steps = wrong = 0
+    for i in range(2000):
+        text, response = task.supervised_example(i)
+        left, divisor = map(int, text.rstrip("=").split("%"))
+        shown, answer = response.split("=")
+        for number in map(int, shown.split()):
+            assert 0 <= number < left and abs(number - (left - divisor)) <= 9
+            steps, wrong = steps + 1, wrong + (number != left - divisor)
+            left = number
+        assert int(answer) == left < divisor
+    assert abs(wrong / steps - 0.2) < 0.02
+
+
 def test_prompts_are_encoded_repeatable_and_indexable(task):
     prompts = task.prompts("train")
     assert len(prompts) == 100_000
@@ -42,10 +57,10 @@ def test_test_problems_are_never_trained_on(task):
     assert len(test) > 100 and not test & seen
 
 
-def test_supervised_responses_score_1(task):
-    prompts = task.prompts("train")
+def test_supervised_responses_without_slips_score_1(task):
+    prompts, careful = task.prompts("train"), Division(slip_rate=0.0)
     for i in range(200):
-        text, response = task.supervised_example(i)
+        text, response = careful.supervised_example(i)
         dividend, divisor = map(int, text.rstrip("=").split("%"))
         assert set(text + response) <= set(ALPHABET)
         prompt = Prompt(0, prompts[0].token_ids, text, reference=dividend % divisor)
@@ -90,6 +105,8 @@ def test_scores(task, response, truncated, value, reason):
         ("median_steps", float("nan")),
         ("sigma", -1.0),
         ("max_divisor", 2),
+        ("slip_rate", 1.0),
+        ("slip_rate", -0.1),
         ("max_dividend", 50),
     ],
 )
