@@ -8,6 +8,7 @@ import dataclasses
 import html
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -231,7 +232,8 @@ def _figure(title: str, caption: str, draw: Callable[[Axes], None]) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    return f"<figure><h2>{html.escape(title)}</h2><p>{html.escape(caption)}</p>{svg[svg.index('<svg') :]}</figure>"
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    return f"<figure><h2>{html.escape(title)}</h2><p>{html.escape(caption)}</p>{svg}</figure>"
 
 
 def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
