@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from experiments.schema import ConfigError, Option, build, listing, options, unknown_field
+from experiments.schema import ConfigError, Option, build, editable, listing, options, unknown_field
 
 _OVERRIDE = re.compile(r"^--?(?:no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
 
@@ -49,15 +49,15 @@ def parse(argv: Sequence[str], cls: type, extra: Mapping[str, Flag] = WORKDIR) -
         ConfigError: anything unknown, left over, missing, ill-typed or out of bounds.
     """
     known = options(cls)
-    argv = list(argv)
-    path = _config_path(argv)
-    load_file(path, cls)
+    path, argv = _take_config(list(argv))
+    loaded = load_file(path, cls)
     for arg in argv[1:]:
         match = _OVERRIDE.match(arg)
         if match and match.group(1) not in known:
             raise unknown_field(match.group(1), known)
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv, lock_config=True)
+    # The file is loaded above, once, by us: ml_collections' own loader uses an interface that Python is about to drop.
+    config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=argv)
     for name, flag in extra.items():
         flags.DEFINE_string(name, flag.default, flag.meaning, flag_values=values)
     try:
@@ -74,7 +74,8 @@ def parse(argv: Sequence[str], cls: type, extra: Mapping[str, Flag] = WORKDIR) -
 
 
 def load_file(path: str, cls: type) -> config_dict.ConfigDict:
-    """The ConfigDict that `get_config()` of a config file returns; `file.py:argument` hands it one argument.
+    """What `get_config()` of a config file returns, checked, with the fields it lacks at their defaults; `file.py:argument`
+    hands it one argument.
 
     Raises:
         ConfigError: no such file, no `get_config`, or a value that the field refuses (names file, line and field).
@@ -95,8 +96,7 @@ def load_file(path: str, cls: type) -> config_dict.ConfigDict:
         raise _in_file(error, file, options(cls)) from None
     if not isinstance(config, (config_dict.ConfigDict, Mapping)):
         raise ConfigError(f"{file}: get_config() must return a ConfigDict, got {type(config).__name__}")
-    build(cls, config)
-    return config
+    return editable(build(cls, config))
 
 
 def usage(program: str, cls: type, extra: Mapping[str, Flag] = WORKDIR) -> str:
@@ -121,12 +121,13 @@ def fail(error: Exception) -> int:
     return 2
 
 
-def _config_path(argv: Sequence[str]) -> str:
+def _take_config(argv: list[str]) -> tuple[str, list[str]]:
+    """The value of `--config` and the command line without it."""
     for i, arg in enumerate(argv[1:], 1):
         if arg in ("--config", "-config") and i + 1 < len(argv):
-            return argv[i + 1]
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
         if arg.startswith(("--config=", "-config=")):
-            return arg.split("=", 1)[1]
+            return arg.split("=", 1)[1], argv[:i] + argv[i + 1 :]
     raise ConfigError("--config=FILE is missing; for example --config=experiments/configs/quickstart.py")
 
 

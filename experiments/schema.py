@@ -142,14 +142,17 @@ def options(cls: type, prefix: str = "") -> dict[str, Option]:
 
 def defaults(cls: type) -> config_dict.ConfigDict:
     """A locked, type-safe ConfigDict of all defaults, for config files to edit."""
-    tree: dict[str, Any] = {}
-    for path, opt in options(cls).items():
-        *parents, last = path.split(".")
-        node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = opt.default
-    return config_dict.ConfigDict(tree).lock()
+    return editable(_construct(cls, {path: opt.default for path, opt in options(cls).items()}, ""))
+
+
+def editable(config: Any) -> config_dict.ConfigDict:
+    """A frozen config as a locked, type-safe ConfigDict."""
+
+    def tree(node: Any) -> dict[str, Any]:
+        pairs = ((f, getattr(node, f.name)) for f in dataclasses.fields(node))
+        return {f.name: tree(value) if section_class(f) else value for f, value in pairs}
+
+    return config_dict.ConfigDict(tree(config)).lock()
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -184,14 +187,10 @@ def unknown_field(path: Any, known: Mapping[str, Option]) -> ConfigError:
 
 def as_dict(config: Any) -> dict[str, Any]:
     """Nested plain dict of a frozen config, tuples as lists: what is written as JSON."""
-    out: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if section_class(field):
-            out[field.name] = as_dict(value)
-        else:
-            out[field.name] = list(value) if isinstance(value, tuple) else value
-    return out
+    return {
+        f.name: as_dict(value) if section_class(f) else list(value) if isinstance(value, tuple) else value
+        for f, value in ((f, getattr(config, f.name)) for f in dataclasses.fields(config))
+    }
 
 
 def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -65,6 +65,11 @@ def test_flags_override_the_file_and_files_take_an_argument(config_file):
     assert parse(path)[0].learner.learning_rate == 2e-4
 
 
+def test_a_file_may_set_a_few_fields_in_a_plain_dict(config_file):
+    got, _ = parse(config_file("return {'train': {'steps': 3}}"), "--config.seed=5")
+    assert (got.train.steps, got.seed) == (3, 5) and got.learner == config.Learner()
+
+
 def test_tuples_and_whole_numbers_on_the_command_line(config_file):
     got, _ = parse(
         config_file(),
