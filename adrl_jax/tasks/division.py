@@ -51,7 +51,7 @@ class Division:
     max_steps: int = 32
     max_dividend: int = 99
     max_divisor: int = 33
-    slip_rate: float = 0.1
+    slip_rate: float = 0.12
     train_size: int = 100_000
     test_size: int = 256
     tokenizer: TextCodec | None = None
