@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, drafter, method="rejection", capacity=CAPACITY):
         self.drafter, self.capacity = drafter, capacity
         self.target = tiny.target_params(tiny.LLAMA)
-        self.params = tiny.drafter_params(drafter, jax.random.key(1))
+        self.params = tiny.drafter_params(drafter, 1)
         self.tokens = tiny.random_rows(ROWS, capacity)
         self.hidden = tiny.hidden_states(tiny.LLAMA, self.target, self.tokens)
         self.lag = 1 if drafter.uses_hidden else 0
@@ -171,9 +171,9 @@ def test_the_target_as_its_own_drafter_is_always_right():
 def test_every_family_has_an_eagle(family):
     config = tiny.FAMILIES[family]
     drafter, target = Eagle(config), tiny.target_params(config)
-    params, tokens, length = tiny.drafter_params(drafter, jax.random.key(0)), tiny.random_rows(2, 12), jnp.array([5, 9])
+    params, tokens, length = tiny.drafter_params(drafter, 0), tiny.random_rows(2, 12), jnp.array([5, 9])
     assert set(params) == {"fc", "layer"} and "input_norm" not in params["layer"]
-    hidden = tiny.hidden_states(config, target, tokens)
+    hidden = jax.random.normal(jax.random.key(0), (2, 12, config.hidden_size))
     draw = verify.make_draw("rejection", jnp.ones(2), tiny.request_keys(2), Law())
 
     @jax.jit
@@ -185,3 +185,12 @@ def test_every_family_has_an_eagle(family):
     assert proposal.tokens.shape == (2, 3) and proposal.log_q.shape == (2, 3, 40)
     np.testing.assert_allclose(jnp.exp(proposal.log_q).sum(-1), 1, atol=1e-5)
     assert (proposal.count == 3).all()
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_fresh_parameters_are_finite_and_depend_on_the_key(name):
+    drafter = DRAFTERS[name]
+    one, other = (jax.jit(drafter.init_params)(jax.random.key(seed)) for seed in (0, 1))
+    assert jax.tree.structure(one) == jax.tree.structure(tiny.drafter_params(drafter, 0))
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(one))
+    assert any(bool(jnp.any(a != b)) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)))

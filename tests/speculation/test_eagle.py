@@ -45,7 +45,7 @@ def packed_attend(segments, branches):
 
 
 def drafter_params(seed=1):
-    return tiny.drafter_params(Eagle(CONFIG), jax.random.key(seed))
+    return tiny.drafter_params(Eagle(CONFIG), seed)
 
 
 @jax.jit

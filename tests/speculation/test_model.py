@@ -27,7 +27,7 @@ def test_differently_padded_tables_are_cut_to_the_tokenizer(table):
     # Target table of 12 rows, drafter table of 10 (or 14), tokenizer of 9: ids past 8 have no mass anywhere.
     small = dataclasses.replace(tiny.LLAMA, vocab_size=table)
     drafter = ModelDrafter(small, target_vocab=12)
-    params = tiny.drafter_params(drafter, jax.random.key(0))
+    params = tiny.drafter_params(drafter, 0)
     tokens, length = tiny.random_rows(2, 10, 9), jnp.array([4, 7])
     law = Law(valid_vocab=9)
     draw = verify.make_draw("rejection", jnp.ones(2), tiny.request_keys(2), law)
