@@ -7,10 +7,6 @@ import time
 from adrl_jax.types import Score
 
 
-def length(prompt, response, truncated):
-    return Score(float(len(response)), response, "match")
-
-
 def obeys(prompt, response, truncated):
     """Does what the response says."""
     if response == "hang":
@@ -25,8 +21,6 @@ def obeys(prompt, response, truncated):
         os._exit(7)
     if response == "number":
         return 1.0
-    if response == "nan":
-        return Score(float("nan"), None, "match")
     if response == "where":
         return Score(1.0, str(os.getpid()), "match")
     return Score(1.0, response, "match")
