@@ -245,6 +245,7 @@ def open_task(c: Config) -> Any:
             max_steps=t.max_steps,
             max_dividend=t.max_dividend,
             max_divisor=t.max_divisor,
+            slip_rate=t.slip_rate,
             train_size=t.train_prompts,
             test_size=t.eval_prompts,
         ),

@@ -45,6 +45,7 @@ class Task:
     max_steps: int = option(32, "division: most steps of a response", low=1)
     max_dividend: int = option(99, "division: largest dividend", low=5)
     max_divisor: int = option(33, "division: largest divisor", low=3)
+    slip_rate: float = option(0.12, "division: share of wrong steps in the worked examples", low=0, below=1)
     operations: tuple[str, ...] = option(("+",), "arithmetic: what is asked", choices=("+", "-", "*"))
     low: int = option(1, "arithmetic: smallest operand", low=0)
     high: int = option(9, "arithmetic: largest operand", low=1)

@@ -320,6 +320,7 @@ class _Run:
             requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens)
             found = compare.speculation(
                 parts,
+                self.snapshot.params,
                 requests,
                 c.sampling,
                 self.state.bandit,

@@ -18,11 +18,11 @@ def get_config():
     c.model.num_layers, c.model.hidden_size, c.model.intermediate_size = 4, 96, 288
     c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 24
     c.model.max_positions = 128
-    c.model.init_std = 0.08
+    c.model.init_std = 0.05
 
-    c.warm_start.steps = 200
+    c.warm_start.steps = 500
     c.warm_start.batch_size = 64
-    c.warm_start.examples = 16_384
+    c.warm_start.examples = 32_000
     c.warm_start.learning_rate = 4e-3
 
     c.train.steps = 40
@@ -43,7 +43,7 @@ def get_config():
     c.learner.row_multiple = 48
     c.learner.microbatch_rows = 8
     c.learner.target_multiple = 112
-    c.drafter.learning_rate = 1e-3
+    c.drafter.learning_rate = 2e-3
 
     c.checkpoint.every = 20
     c.log.samples_per_step = 16
