@@ -80,13 +80,14 @@ def policy(c: Config, alphabet: str | None) -> Policy:
     if model.tokenizer is None:
         raise ConfigError(f"model.source={c.model.source!r} has no tokenizer beside its weights")
     rules.check_positions(c, model.config.max_positions)
-    # Master weights are float32 whatever is served; the copy keeps the loaded ones out of the learner's donation.
-    return Policy(
-        model.config,
-        model.tokenizer,
-        lambda: jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params),
-        model.source,
-    )
+    held = [model.params]
+
+    def make() -> Any:
+        # The first caller takes the loaded arrays over, so that no third copy of a large model stays in memory.
+        params = held.pop() if held else _load(c.model.source, c.model.dtype).params
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params)  # master weights, whatever is served
+
+    return Policy(model.config, model.tokenizer, make, model.source)
 
 
 def _fresh(config: ModelConfig, c: Config) -> Any:

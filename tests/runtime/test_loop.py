@@ -13,7 +13,7 @@ from adrl_jax.checkpoint import Checkpointer, CheckpointMismatch
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import collect, loop, stop
 from adrl_jax.types import Score
-from experiments import build, config, resolve
+from experiments import build, config, evaluate, resolve
 
 
 def settings(**changes):
@@ -79,6 +79,19 @@ def test_a_whole_run_writes_what_it_promises(world, tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") >= 4 and "http" not in page.replace("http://www.w3.org/", "")
     assert "reward after" in report.closing_text(summary)
+
+
+def test_evaluating_the_checkpoint_repeats_the_last_evaluation(world, tmp_path):
+    few = {"compare_repeats": 0, "report": False}
+    run(world, tmp_path, scorer=by_length, loop_changes=few)
+    last = read_lines(tmp_path / "metrics.jsonl")[-1]
+    parts = dataclasses.replace(world[1], scorer=by_length)
+    row, scored = evaluate.of_checkpoint(parts, resolve.loop_config(world[0]), tmp_path)
+    assert (last["phase"], last["step"]) == ("evaluate", 3) and len(scored.rollouts) == 4
+    for name in ("reward/mean", "len/mean", "fingerprint", "version"):
+        assert row[name] == last[name]
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        evaluate.of_checkpoint(parts, resolve.loop_config(world[0]), tmp_path / "elsewhere")
 
 
 def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(world, tmp_path):
