@@ -20,6 +20,9 @@ _LANES = 128
 """Reductions over the vocabulary run over `[V / 128, 128]`, first axis first: 128 independent sums or maxima are vector
 instructions on CPU, while one long float reduction is a chain of scalars."""
 
+_FLOAT_IDS = 2.0**24
+"""Vocabulary ids are exact in float32 below this."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Law:
@@ -92,17 +95,19 @@ def choose(logits: jax.Array, temperature: jax.Array, keys: jax.Array, law: Law)
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32)[:, None], logits.shape[:-1])
     shifted = _cut(logits, temperature, law)
     total = _over_vocab(jnp.sum, jnp.exp(shifted), 0.0)
-    tokens = jnp.where(temperature > 0, race(shifted, keys), _most_likely(shifted))
+    tokens = race(shifted, keys, greedy=temperature == 0)
     log_p = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)[..., 0] - jnp.log(total)
     return tokens, jnp.where(temperature > 0, log_p, 0.0)
 
 
-def race(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
+def race(log_weights: jax.Array, keys: jax.Array, greedy: jax.Array | None = None) -> jax.Array:
     """argmax over ids of exp(log_weights) / E, with E the Exponential(1) noise of `keys`.
 
     Args:
-        log_weights: float32 `[..., V]`, unnormalised, with a maximum near 0; -inf never wins.
+        log_weights: float32 `[..., V]`, unnormalised, with maximum 0 (near 0 will do where `greedy` is not given); -inf never
+            wins.
         keys: uint32 `[..., 2]`.
+        greedy: bool `[...]`, where to take the lowest id of weight 0 without noise instead; None means nowhere.
 
     Returns:
         int32 `[...]`.
@@ -112,7 +117,12 @@ def race(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
 
     def scores(log_weights, ids):
         random_bits = noise.hash_ids(keys[..., 0], keys[..., 1], ids.astype(jnp.uint32))
-        return jnp.exp(log_weights) / noise.exponential_of_bits(random_bits)
+        out = jnp.exp(log_weights) / noise.exponential_of_bits(random_bits)
+        if greedy is None:
+            return out
+        # In the same pass: a reduction of its own, over integers, would take as long as everything else together.
+        rank = jnp.where(log_weights == 0, _FLOAT_IDS - ids.astype(jnp.float32), 0.0)
+        return jnp.where(greedy[..., None, None], rank, out)
 
     # Which column holds the winner, then which row of that column: a float argmax over all ids at once would be scalar code.
     table = _as_table(log_weights, -jnp.inf)
@@ -179,8 +189,8 @@ def _smallest_set(shifted: jax.Array, measure: jax.Array, needed: jax.Array) -> 
 def _most_likely(shifted: jax.Array) -> jax.Array:
     """The lowest id whose value is the maximum, 0: int32 `[...]`."""
     vocab = shifted.shape[-1]
-    first = _over_vocab(jnp.min, jnp.where(shifted == 0, jnp.arange(vocab, dtype=jnp.int32), vocab), vocab)
-    return jnp.minimum(first, vocab - 1)
+    rank = jnp.where(shifted == 0, _FLOAT_IDS - jnp.arange(vocab, dtype=jnp.float32), 0.0)
+    return jnp.minimum(_FLOAT_IDS - _over_vocab(jnp.max, rank, 0.0), vocab - 1).astype(jnp.int32)
 
 
 def _as_table(x: jax.Array, fill) -> jax.Array:
