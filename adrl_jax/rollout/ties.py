@@ -17,7 +17,7 @@ import numpy as np
 
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.models.kv_cache import masked_attention
 from adrl_jax.sampling import noise
 from adrl_jax.types import Rollout, SamplingParams
 
@@ -117,13 +117,13 @@ def position_logits(config: ModelConfig, params: Any, token_ids: np.ndarray) -> 
         params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
         tokens = jnp.asarray(token_ids, jnp.int32)[None]
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)[None]
-        hidden, _ = transformer.Transformer(wide).apply(
-            {"params": params},
-            tokens,
-            positions,
-            attend=cached_attention(positions),
-            cache=init_cache(wide, 1, len(token_ids)),
-        )
+
+        def attend(q, k, v, *, layer, window, cache):
+            seen = positions[..., None] - positions[:, None]
+            seen = (seen >= 0) if window is None else (seen >= 0) & (seen < window)
+            return masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen), cache
+
+        hidden, _ = transformer.Transformer(wide).apply({"params": params}, tokens, positions, attend=attend)
         out = np.asarray(transformer.logits(params, hidden[0, -1]))
     if out.dtype != np.float64:
         raise RuntimeError(f"rescoring ran in {out.dtype}, not in float64")

@@ -20,7 +20,6 @@ EOS, VALID, SEED = (1, 5), 57, 11
 DRAFTERS = {
     "ngram": Ngram(),
     "eagle": Eagle(TARGET),
-    "random": Eagle(TARGET, name="random"),
     "model": ModelDrafter(SMALL, TARGET.vocab_size),
     "twin": ModelDrafter(TARGET, TARGET.vocab_size, name="twin"),
 }
@@ -31,19 +30,18 @@ STRATEGIES = (OFF, *(Strategy(name, depth) for name in DRAFTERS for depth in DEP
 def target_params(seed=0):
     """Layers of small weight around a large embedding: text is neither constant nor uniform, and an eagle can guess it."""
     params = init_params(TARGET, jax.random.key(seed))
-    params = jax.tree.map(lambda x: x * 6 if x.ndim == 2 else x, params)
-    return engine_layout({**params, "embedding": params["embedding"] * 3}, TARGET)
+    params = jax.tree.map(lambda x: x * 4 if x.ndim == 2 else x, params)
+    return engine_layout({**params, "embedding": params["embedding"] * 1.5}, TARGET)
 
 
-def drafter_params(params):
-    """`eagle` passes the embedding of the last token on, scaled as the final norm would; `random` knows nothing."""
-    wild = DRAFTERS["random"].init_params(jax.random.key(7))
+def drafter_params(params, random=False):
+    """The eagle passes the embedding of the last token on, scaled as the final norm would; a random one knows nothing."""
+    wild = DRAFTERS["eagle"].init_params(jax.random.key(7))
     scale = 1 / jnp.sqrt(jnp.mean(jnp.square(params["embedding"])))
     kernel = jnp.concatenate([scale * jnp.eye(TARGET.hidden_size), jnp.zeros((TARGET.hidden_size,) * 2)])
     good = jax.tree.map(lambda x: x * 0.02 if x.ndim == 2 else x, wild)
     return {
-        "eagle": {**good, "fc": {"kernel": kernel}},
-        "random": jax.tree.map(lambda x: x * 20, wild),
+        "eagle": jax.tree.map(lambda x: x * 20, wild) if random else {**good, "fc": {"kernel": kernel}},
         "model": engine_layout(DRAFTERS["model"].init_params(jax.random.key(8)), SMALL),
         "twin": params,
     }
@@ -52,12 +50,13 @@ def drafter_params(params):
 class World:
     """Engines by their settings, and runs of them.
 
-    `run` takes an arm as a strategy, or a list of strategies to be replayed launch by launch.
+    `run` takes an arm as a strategy, or a list of strategies to be replayed launch by launch. The random eagle is the same
+    program with other weights.
     """
 
     def __init__(self):
         self.params = target_params()
-        self.drafter_params = drafter_params(self.params)
+        self.drafter_params, self.random_drafter_params = drafter_params(self.params), drafter_params(self.params, random=True)
         self.engines = {}
 
     def engine(self, **settings):
@@ -66,11 +65,13 @@ class World:
             names = dict(seed=SEED, eos_ids=EOS, valid_vocab=VALID, strategies=STRATEGIES, max_batch=8, batch_buckets=(8,))
             names |= dict(cache_bucket=128, rounds_per_launch=8) | settings
             self.engines[key] = Engine(TARGET, EngineConfig(**names), DRAFTERS)
-            self.engines[key].publish(self.params, 3, self.drafter_params)
+        self.engines[key].publish(self.params, 3, self.drafter_params)
         return self.engines[key]
 
-    def run(self, requests, temperature=1.0, arm=OFF, filters=None, **settings):
+    def run(self, requests, temperature=1.0, arm=OFF, filters=None, random=False, **settings):
         engine = self.engine(**settings)
+        if random:
+            engine.publish(self.params, 3, self.random_drafter_params)
         sampling = SamplingParams(temperature, **(filters or {}))
         arms = engine.config.strategies
         if isinstance(arm, list):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_world import DEPTHS, DRAFTERS, EOS, STRATEGIES, TARGET, VALID
+from rollout_world import DEPTHS, EOS, TARGET, VALID
 
 from adrl_jax.models import transformer
 from adrl_jax.models.kv_cache import cached_attention, init_cache
@@ -40,46 +40,55 @@ def plain(world, requests_of):
     return get
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+CHAINS = [("ngram", d) for d in DEPTHS] + [("eagle", d) for d in DEPTHS] + [("random", d) for d in DEPTHS] + [("model", 3)]
+
+
+def run_chain(world, requests, temperature, chain, filters="none", **settings):
+    name, depth = chain
+    strategy = Strategy("eagle" if name == "random" else name, depth)
+    return world.run(requests, temperature, strategy, FILTERS[filters], random=name == "random", **settings)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda c: f"{c[0]}-d{c[1]}")
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_speculation_changes_nothing(world, requests_of, plain, temperature, drafter, depth):
-    spec = world.run(requests_of(), temperature, Strategy(drafter, depth))
-    assert_same(plain(temperature), spec)
-    assert {r.finish_reason for r in spec.rollouts} == {FinishReason.STOP, FinishReason.LENGTH}
+def test_speculation_changes_nothing(world, requests_of, plain, temperature, chain):
+    assert_same(plain(temperature), run_chain(world, requests_of(), temperature, chain))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "model"])
-def test_speculation_changes_nothing_in_small_batches(world, requests_of, plain, drafter, batch):
-    spec = world.run(requests_of(), 1.0, Strategy(drafter, 3), max_batch=batch, batch_buckets=(batch,))
+@pytest.mark.parametrize("name", ["ngram", "eagle", "random"])
+def test_speculation_changes_nothing_in_small_batches(world, requests_of, plain, name, batch):
+    spec = run_chain(world, requests_of(), 1.0, (name, 3), max_batch=batch, batch_buckets=(batch,))
     assert_same(plain(1.0), spec)
     assert_same(plain(1.0), plain(1.0, batch=batch))
 
 
 @pytest.mark.parametrize("filters", ["top_k", "top_p"])
-@pytest.mark.parametrize("drafter", ["ngram", "eagle", "model"])
-def test_speculation_changes_nothing_under_filters(world, requests_of, plain, drafter, filters):
+@pytest.mark.parametrize("name", ["eagle", "random"])
+def test_speculation_changes_nothing_under_filters(world, requests_of, plain, name, filters):
     for temperature in (0.7, 1.0):
-        spec = world.run(requests_of(), temperature, Strategy(drafter, 3), FILTERS[filters])
-        assert_same(plain(temperature, filters), spec)
+        assert_same(plain(temperature, filters), run_chain(world, requests_of(), temperature, (name, 3), filters))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=lambda s: s.name)
-def test_speculation_changes_nothing_full_matrix(world, requests_of, plain, strategy, batch, filters):
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("name", ["ngram", "eagle", "random", "model", "twin"])
+def test_speculation_changes_nothing_full_matrix(world, requests_of, plain, name, depth, batch, filters):
     for temperature in (0.0, 0.7, 1.0):
-        spec = world.run(requests_of(), temperature, strategy, FILTERS[filters], max_batch=batch, batch_buckets=(batch,))
+        sizes = dict(max_batch=batch, batch_buckets=(batch,))
+        spec = run_chain(world, requests_of(), temperature, (name, depth), filters, **sizes)
         assert_same(plain(temperature, filters), spec)
 
 
 def test_drafters_differ_in_what_they_accept(world, requests_of):
     """The drafters of these tests are really good, bad and perfect, so the tests above see all cases."""
-    lengths = {name: world.run(requests_of(forced=True), 1.0, Strategy(name, 3)).stats.accept_length for name in DRAFTERS}
+    names = ("eagle", "random", "twin")
+    lengths = {n: run_chain(world, requests_of(forced=True), 1.0, (n, 3)).stats.accept_length for n in names}
     assert lengths["twin"] > 3.3
-    assert lengths["eagle"] > 1.3 > lengths["random"]
+    assert lengths["eagle"] > 1.6
+    assert lengths["random"] < 1.3
 
 
 def test_a_perfect_drafter_commits_all_it_can(world, requests_of):
@@ -129,6 +138,11 @@ def _logits(params, ids):
     return np.asarray(_forward(params, ids))
 
 
+def test_rows_end_both_ways(plain):
+    for temperature in (0.7, 1.0):
+        assert {r.finish_reason for r in plain(temperature).rollouts} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
 def test_greedy_log_probs_are_zero(plain):
     assert all(np.all(r.log_probs == 0) for r in plain(0.0).rollouts)
 
@@ -138,7 +152,7 @@ def test_invalid_ids_are_never_drawn(plain):
         assert max(r.response_ids.max() for r in plain(temperature).rollouts) < VALID
 
 
-@pytest.mark.parametrize("arm", [OFF, Strategy("eagle", 3)], ids=lambda s: s.name)
+@pytest.mark.parametrize("arm", [OFF, Strategy("ngram", 3)], ids=lambda s: s.name)
 def test_a_request_does_not_know_its_batch(world, requests_of, arm):
     requests = requests_of()
     reference = world.run(requests, 1.0, arm)
@@ -156,7 +170,7 @@ def test_a_request_does_not_know_its_batch(world, requests_of, arm):
     shrinking = world.run(requests, 1.0, arm, batch_buckets=(2, 8), rounds_per_launch=3, cache_bucket=16)
     check(shrinking)
     assert {x.batch_bucket for x in shrinking.stats.launches} == {2, 8}
-    assert len({x.cache_bucket for x in shrinking.stats.launches}) > 2
+    assert len({x.cache_bucket for x in shrinking.stats.launches}) >= 2
     check(world.run(requests, 1.0, arm, max_batch=3, batch_buckets=(3,), prefill_bucket=7, prefill_batch=2))
 
 
@@ -198,10 +212,10 @@ def test_forced_lengths_run_over_end_tokens(world, requests_of):
 
 def test_rejection_log_probs_are_the_targets(world, requests_of):
     """Another method, other tokens, the same law and the same meaning of log-probs."""
-    for drafter in ("ngram", "eagle", "model"):
-        result = world.run(requests_of(), 0.7, Strategy(drafter, 3), verification="rejection")
-        for rollout in result.rollouts:
-            np.testing.assert_allclose(rollout.log_probs, full_forward(world.params, rollout, "none"), atol=1e-4)
+    result = world.run(requests_of(), 0.7, Strategy("eagle", 3), verification="rejection")
+    assert 1.2 < result.stats.accept_length < 4
+    for rollout in result.rollouts:
+        np.testing.assert_allclose(rollout.log_probs, full_forward(world.params, rollout, "none"), atol=1e-4)
     perfect = world.run(requests_of(forced=True), 1.0, Strategy("twin", 3), verification="rejection")
     assert perfect.stats.accept_length > 3.2  # all drafts stand where q = p
 
