@@ -48,7 +48,7 @@ class Size(NamedTuple):
     microbatch_rows: int
 
 
-SIZES = (Size("4x4x64", 4, 4, 64, 4), Size("1x4x256", 1, 4, 256, 1))
+SIZES = (Size("4x4x64", 4, 4, 64, 2), Size("1x4x256", 1, 4, 256, 1))
 
 
 class Step:

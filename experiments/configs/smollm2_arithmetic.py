@@ -31,7 +31,7 @@ def get_config():
     c.rollout.cache_bucket = 32
     c.rollout.rounds_per_launch = 8
 
-    c.learner.learning_rate = 5e-6
+    c.learner.learning_rate = 2e-5
     c.learner.row_length = 128
     c.learner.row_multiple = 24
     c.learner.target_multiple = 96
