@@ -78,33 +78,46 @@ def plain(value: Any) -> Any:
 
 
 class MetricLog:
-    """`metrics.jsonl` and, where asked for, TensorBoard.
+    """`metrics.jsonl` and, where asked for, TensorBoard (each phase a run of its own, since each counts its own steps).
 
     Args:
         path: of `metrics.jsonl`.
         tensorboard: folder of the event files, or None.
         length: as in `JsonLines`.
-        step: the first step that this process will write; events of a killed process at or past it are hidden.
+        next_steps: by phase the first step that this process will write; events that a killed process wrote at or past it
+            are hidden.
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None = None, *, length: int | None = None, step: int = 0):
+    def __init__(
+        self,
+        path: Path,
+        tensorboard: Path | None = None,
+        *,
+        length: int | None = None,
+        next_steps: Mapping[str, int] | None = None,
+    ):
         self.lines = JsonLines(path, length)
-        self._writer = None if tensorboard is None else SummaryWriter(str(tensorboard), purge_step=step)
+        self._tensorboard, self._next_steps = tensorboard, dict(next_steps or {})
+        self._writers: dict[str, SummaryWriter] = {}
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """One line; finite numbers also go to TensorBoard as `phase/name`."""
+        """One line; finite numbers also go to TensorBoard."""
         values = plain(values)
         self.lines.append({"phase": phase, "step": step, **values})
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._writer.add_scalar(f"{phase}/{name}", value, step)
-            self._writer.flush()
+        if self._tensorboard is None:
+            return
+        if phase not in self._writers:
+            folder = str(self._tensorboard / phase)
+            self._writers[phase] = SummaryWriter(folder, purge_step=self._next_steps.get(phase, 0))
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._writers[phase].add_scalar(name, value, step)
+        self._writers[phase].flush()
 
     def close(self) -> None:
         self.lines.close()
-        if self._writer is not None:
-            self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
 
 
 class CompileClock:

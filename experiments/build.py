@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from adrl_jax.bandit.base import Bandit
@@ -76,18 +75,17 @@ def policy(c: Config, alphabet: str | None) -> Policy:
         tokenizer = tokenizers.CharTokenizer(alphabet)
         config = resolve.model_config(c, tokenizer.size)
         return Policy(config, tokenizer, lambda: _fresh(config, c), "embedded")
-    model = _load(c.model.source, c.model.dtype)
+    model = _load(c.model.source)
     if model.tokenizer is None:
         raise ConfigError(f"model.source={c.model.source!r} has no tokenizer beside its weights")
     rules.check_positions(c, model.config.max_positions)
     held = [model.params]
 
     def make() -> Any:
-        # The first caller takes the loaded arrays over, so that no third copy of a large model stays in memory.
-        params = held.pop() if held else _load(c.model.source, c.model.dtype).params
-        return jax.tree.map(lambda x: x.astype(jnp.float32), params)  # master weights, whatever is served
+        # The first caller takes the loaded arrays over, so that no further copy of a large model stays in memory.
+        return held.pop() if held else _load(c.model.source).params
 
-    return Policy(model.config, model.tokenizer, make, model.source)
+    return Policy(dataclasses.replace(model.config, dtype=c.model.dtype), model.tokenizer, make, model.source)
 
 
 def _fresh(config: ModelConfig, c: Config) -> Any:
@@ -96,8 +94,9 @@ def _fresh(config: ModelConfig, c: Config) -> Any:
     return jax.tree.map(lambda x: x * scale if x.ndim >= 2 else x, params)
 
 
-def _load(source: str, dtype: str) -> weights.Model:
-    return weights.load_named(source, dtype) if source in weights.NAMED else weights.load(source, dtype)
+def _load(source: str) -> weights.Model:
+    """Float32 weights, which is what the learner keeps whatever is served."""
+    return weights.load_named(source) if source in weights.NAMED else weights.load(source)
 
 
 def drafters(c: Config, target: Policy) -> tuple[dict[str, Drafter], dict[str, Any]]:
@@ -110,12 +109,13 @@ def drafters(c: Config, target: Policy) -> tuple[dict[str, Drafter], dict[str, A
     if "eagle" in names:
         found["eagle"] = Eagle(target.config)
     if "model" in names:
-        small = _load(c.drafter.model, c.model.dtype)
+        small = _load(c.drafter.model)
         if small.tokenizer is None:
             raise ConfigError(f"drafter.model={c.drafter.model!r} has no tokenizer beside its weights")
         check_compatible(target.tokenizer, small.tokenizer, target.config.vocab_size, small.config.vocab_size)
-        found["model"] = ModelDrafter(small.config, target.config.vocab_size)
-        served["model"] = transformer.engine_layout(small.params, small.config)
+        small_config = dataclasses.replace(small.config, dtype=c.model.dtype)
+        found["model"] = ModelDrafter(small_config, target.config.vocab_size)
+        served["model"] = transformer.engine_layout(small.params, small_config)
     return found, served
 
 

@@ -56,8 +56,8 @@ def test_metric_log_writes_lines_and_event_files(tmp_path):
     assert read_lines(tmp_path / "metrics.jsonl") == [
         {"phase": "train", "step": 3, "reward/mean": 0.25, "name": "x", "gap": None}
     ]
-    events = list((tmp_path / "tb").glob("events.*"))
-    assert len(events) == 1 and b"train/reward/mean" in events[0].read_bytes()
+    events = list((tmp_path / "tb" / "train").glob("events.*"))
+    assert len(events) == 1 and b"reward/mean" in events[0].read_bytes() and b"gap" not in events[0].read_bytes()
 
 
 def test_stopwatch_keeps_compilation_out_of_phases():

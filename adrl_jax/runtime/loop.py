@@ -122,11 +122,16 @@ class _Run:
         return state
 
     def _open_logs(self, host: dict[str, Any] | None) -> None:
-        # A fresh run keeps nothing of what an earlier one left before its first checkpoint.
         lengths = dict.fromkeys(FILES, 0) if host is None else host["log_lengths"]
+        if host is None:
+            # A fresh run keeps nothing of what an earlier one left before its first checkpoint.
+            (self.workdir / "summary.json").unlink(missing_ok=True)
         board = self.workdir / "tensorboard" if self.config.tensorboard else None
         path = {name: self.workdir / f"{name}.jsonl" for name in FILES}
-        self.metrics = MetricLog(path["metrics"], board, length=lengths["metrics"], step=self.state.clock)
+        step = int(self.state.step)
+        evaluated = str(step) in self.facts["evaluations"]
+        next_steps = {"warm_start": int(self.state.warm_step) + 1, "train": step + 1, "evaluate": step + evaluated}
+        self.metrics = MetricLog(path["metrics"], board, length=lengths["metrics"], next_steps=next_steps)
         self.samples = JsonLines(path["samples"], lengths["samples"])
         self.arms = JsonLines(path["arms"], lengths["arms"])
 
