@@ -16,6 +16,7 @@ CORE = [
     "jax>=0.12,<0.13; python_version >= '3.12'",
     "flax>=0.12.12,<0.13; python_version >= '3.12'",
     "absl-py>=2.1",
+    "chex>=0.1.92",
     "gguf>=0.19",
     "jinja2>=3.1",
     "math-verify>=0.9",
