@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 
 from adrl_jax.learner.attention import packed_attention
 from adrl_jax.learner.log_probs import token_log_probs
+from adrl_jax.learner.remat import recomputed
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.transformer import Transformer
+from adrl_jax.models.transformer import DecoderLayer, Norm, embed_tokens, model_ropes
 from adrl_jax.types import PackedBatch
 
 
@@ -23,7 +25,8 @@ class ForwardConfig:
     Attributes:
         temperature: of the sampling law, > 0.
         valid_vocab: ids at or past it have probability 0; None where the whole vocabulary is valid.
-        remat: recompute each layer in the backward pass: less memory, about a third more work.
+        remat: keep only the inputs of layers for the backward pass and compute the rest again: a fraction of the memory,
+            a third more work.
         vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
     """
 
@@ -56,14 +59,31 @@ class Forward(NamedTuple):
 
 
 def hidden_states(params: Any, model_config: ModelConfig, batch: PackedBatch, *, remat: bool = False) -> jax.Array:
-    """Final-norm hidden states `[M, T, H]` of packed rows."""
-    attend = packed_attention(batch.segment_ids, batch.branch_ids, batch.positions)
-    # Rows end to end: every matrix product of the model, forward and backward, is then a plain two-dimensional one.
-    flat = (1, batch.token_ids.size)
-    hidden, _ = Transformer(model_config).apply(
-        {"params": params}, batch.token_ids.reshape(flat), batch.positions.reshape(flat), attend=attend, remat=remat
-    )
-    return hidden.reshape(*batch.token_ids.shape, -1)
+    """Final-norm hidden states `[M, T, H]` of packed rows: what `Transformer` computes, traced once a kind of layer.
+
+    Rows are laid end to end, so that every matrix product, forward and backward, is a plain two-dimensional one.
+    """
+    c = model_config
+    module = DecoderLayer(c)
+    rows = (batch.segment_ids, batch.branch_ids, batch.positions)
+
+    @functools.lru_cache
+    def layer_like(local: bool):
+        index = next(i for i in range(c.num_layers) if c.is_local(i) == local)
+
+        def layer(weights, x, rest):
+            rope, rows = rest
+            return module.apply({"params": weights}, x, rope, attend=packed_attention(*rows), layer=index, cache=None)[0]
+
+        # Jitted for its cache: equal layers share one trace, one derivative and one transposition.
+        return jax.jit(recomputed(layer) if remat else layer)
+
+    x = embed_tokens(params["embedding"], batch.token_ids.reshape(1, -1), c)
+    ropes = model_ropes(c, batch.positions.reshape(1, -1))
+    for i in range(c.num_layers):
+        x = layer_like(c.is_local(i))(params[f"layer_{i}"], x, (ropes[c.is_local(i)], rows))
+    x = Norm(c.norm, c.norm_eps, c.norm_offset).apply({"params": params["final_norm"]}, x)
+    return x.reshape(*batch.token_ids.shape, -1)
 
 
 def source_hidden(hidden: jax.Array, batch: PackedBatch) -> jax.Array:

@@ -16,6 +16,7 @@ from adrl_jax.drafter.loss import DrafterLossConfig, packed_drafter_loss
 from adrl_jax.learner import losses
 from adrl_jax.learner.forward import Forward, ForwardConfig, forward
 from adrl_jax.learner.losses import Loss, LossConfig
+from adrl_jax.learner.optimizer import keep_state
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.types import PackedBatch
 
@@ -236,13 +237,10 @@ def _apply(optimizer, params, opt_state, loss: Loss, grads):
     grads = jax.tree.map(lambda g: g * scale, grads)
     norm = optax.tree.norm(grads)
     applied = (loss.denominator > 0) & jnp.isfinite(loss.numerator) & jnp.isfinite(norm)
-    updates, new_opt_state = optimizer.update(grads, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
-
-    def keep(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
-
-    return keep(new_params, params), keep(new_opt_state, opt_state), norm, applied.astype(jnp.float32)
+    update = optax.with_extra_args_support(optimizer).update
+    updates, new_opt_state = update(grads, opt_state, params, applied=applied)
+    params = jax.tree.map(lambda p, u: jnp.where(applied, p + u.astype(p.dtype), p), params, updates)
+    return params, keep_state(applied, new_opt_state, opt_state), norm, applied.astype(jnp.float32)
 
 
 def make_gradients(
@@ -276,25 +274,29 @@ def make_gradients(
         grads, (loss, drafter_loss) = grad(params, drafter_params, batch)
         return _Sums(loss, grads[0], drafter_loss, grads[1] if drafter is not None else None)
 
-    def on_device(params, drafter_params, batch) -> _Sums:
-        # Marked as differing by device, so that gradients stay local until the one sum below.
-        params, drafter_params = jax.tree.map(lambda x: jax.lax.pcast(x, AXIS, to="varying"), (params, drafter_params))
-        rows = batch.token_ids.shape[0]
-        if rows == microbatch_rows:
-            sums = microbatch(params, drafter_params, batch)
-        else:
-            sums = _accumulate(microbatch, params, drafter_params, batch, microbatch_rows)
-        return _over_devices(sums)
+    def local(params, drafter_params, batch, vary) -> _Sums:
+        if batch.token_ids.shape[0] == microbatch_rows:
+            return microbatch(params, drafter_params, batch)
+        return _accumulate(microbatch, params, drafter_params, batch, microbatch_rows, vary)
 
+    def on_device(params, drafter_params, batch) -> _Sums:
+        def vary(tree):
+            return jax.tree.map(lambda x: jax.lax.pcast(x, AXIS, to="varying"), tree)
+
+        # Weights are marked as differing by device, so that gradients stay local until the one sum.
+        params, drafter_params = vary((params, drafter_params))
+        return _over_devices(local(params, drafter_params, batch, vary))
+
+    if mesh.size == 1:
+        # A sum over one device would still copy every gradient.
+        return lambda params, drafter_params, batch: local(params, drafter_params, batch, lambda tree: tree)
     return jax.shard_map(on_device, mesh=mesh, in_specs=(jax.P(), jax.P(), jax.P(AXIS)), out_specs=jax.P())
 
 
-def _accumulate(microbatch, params, drafter_params, batch, microbatch_rows) -> _Sums:
+def _accumulate(microbatch, params, drafter_params, batch, microbatch_rows, vary) -> _Sums:
     split = jax.tree.map(lambda x: x.reshape(-1, microbatch_rows, *x.shape[1:]), batch)
-    zeros = jax.tree.map(
-        lambda s: jax.lax.pcast(jnp.zeros(s.shape, s.dtype), AXIS, to="varying"),
-        jax.eval_shape(microbatch, params, drafter_params, jax.tree.map(lambda x: x[0], split)),
-    )
+    shapes = jax.eval_shape(microbatch, params, drafter_params, jax.tree.map(lambda x: x[0], split))
+    zeros = vary(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
     def step(sums: _Sums, part: PackedBatch):
         def work(sums):
@@ -317,6 +319,8 @@ def _add(a: _Sums, b: _Sums) -> _Sums:
 
 
 def _over_devices(sums: _Sums) -> _Sums:
+    """Sums over the mesh axis: the one place where devices talk."""
+
     def total(loss):
         if loss is None:
             return None

@@ -31,7 +31,7 @@ def drafter_params_of(seed=1):
     return jax.tree.map(lambda x: x * 6 if x.ndim == 2 else x, eagle.Eagle(TINY).init_params(jax.random.key(seed)))
 
 
-def make_rollouts(groups=((5, (1, 7, 4)), (1, (6,)), (9, (2, 1, 3, 8)))):
+def make_rollouts(groups=((5, (1, 4)), (1, (3,)), (6, (2, 7)))):
     rng, out = np.random.default_rng(0), []
     for g, (p, lengths) in enumerate(groups):
         prompt = rng.integers(0, 41, p)
@@ -75,16 +75,24 @@ def unpacked(drafter_params, params, rollouts, temperature):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_every_packing_equals_serving_one_sequence_at_a_time(temperature):
     params, drafter_params, rollouts = params_of(), drafter_params_of(), make_rollouts()
-    value, gradient = jax.value_and_grad(lambda d: unpacked(d, params, rollouts, temperature)[0])(drafter_params)
-    count = unpacked(drafter_params, params, rollouts, temperature)[1]
+    reference = jax.jit(jax.value_and_grad(lambda d: unpacked(d, params, rollouts, temperature), has_aux=True))
+    (value, count), gradient = reference(drafter_params)
     # The one prompt of a single token gives no entry for the first token of its response.
     assert count == sum(r.response_length for r in rollouts) - 1
-    packed = jax.jit(jax.value_and_grad(lambda d, b: loss_of(d, params, b, temperature).numerator))
+
+    @jax.jit
+    def packed(drafter_params, batch):
+        def objective(d):
+            loss = loss_of(d, params, batch, temperature)
+            return loss.numerator, loss.denominator
+
+        return jax.value_and_grad(objective, has_aux=True)(drafter_params)
+
     for layout in packing.LAYOUTS:
-        for row_length in (18, 48):
-            batch = packing.pack(rollouts, [0.0] * len(rollouts), row_length=row_length, layout=layout, row_multiple=6)
-            assert float(loss_of(drafter_params, params, batch, temperature).denominator) == count
-            got, got_gradient = packed(drafter_params, batch)
+        for row_length, rows in ((13, 6), (64, 1)):  # the last group needs two of the short rows
+            batch = packing.pack(rollouts, [0.0] * len(rollouts), row_length=row_length, layout=layout, row_multiple=rows)
+            (got, got_count), got_gradient = packed(drafter_params, batch)
+            assert float(got_count) == count
             np.testing.assert_allclose(got, value, rtol=1e-5)
             for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(got_gradient), strict=True):
                 assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
@@ -119,7 +127,7 @@ def test_soft_cross_entropy_equals_the_plain_formula(by_row, block):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     weight = jnp.arange(5.0)
     gradients = [jax.grad(lambda g, f=f: jnp.sum(weight * f(g)[0]))(guess) for f in (ours, plain)]
-    np.testing.assert_allclose(*gradients, atol=1e-6)
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_agreement_is_one_for_a_perfect_drafter():
@@ -135,6 +143,7 @@ def test_documents_do_not_leak():
     params, drafter_params = params_of(), drafter_params_of()
     batch = packing.pack(make_rollouts(((3, (4,)), (5, (3,)))), [0.0, 0.0], row_length=20, layout="plain")
 
+    @jax.jit
     def predicted(batch):
         segments = eagle.entry_segments(batch.segment_ids)
         return eagle.packed_forward(
@@ -176,7 +185,7 @@ def test_the_policy_is_trained_as_without_a_drafter():
     ]
     assert min(moved) > 0
     assert int(joint.version) == int(joint.drafter_version) == 1
-    expected = loss_of(drafter_params_of(), params_of(), batch)
+    expected = jax.jit(loss_of)(drafter_params_of(), params_of(), batch)
     np.testing.assert_allclose(metrics["drafter/loss"], expected.numerator / expected.denominator, rtol=1e-5)
 
 

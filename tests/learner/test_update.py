@@ -14,10 +14,12 @@ from adrl_jax.learner.forward import ForwardConfig, hidden_states
 from adrl_jax.learner.losses import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.transformer import Transformer, init_params
+from adrl_jax.models.transformer import Transformer, init_params, logits
 from adrl_jax.types import FinishReason, Rollout, SamplingParams
 
 TINY = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
+ONE_LAYER = dataclasses.replace(TINY, num_layers=1)  # compiles faster; enough where layers do not matter
+LONGEST = 24
 WINDOWED = ModelConfig(
     "gemma3", 97, 32, 48, 3, 4, 2, 8, qk_norm=True, norm_offset=1.0, post_norms=True, sliding_window=5, sliding_pattern=3
 )
@@ -31,7 +33,7 @@ def params_of(config=TINY, seed=0, scale=6.0):
     )
 
 
-def make_rollouts(groups=((5, (1, 7, 4)), (3, (6,)), (9, (2, 1, 3, 8))), seed=0, vocab=97):
+def make_rollouts(groups=((5, (1, 7, 4)), (3, (6,)), (9, (2, 1, 3, 8, 4))), seed=0, vocab=97):
     """Groups of (prompt length, response lengths) with random tokens, log-probs and versions."""
     rng = np.random.default_rng(seed)
     out = []
@@ -71,20 +73,29 @@ def with_behaviour(config, params, rollouts, temperature=1.0, noise=0.0):
     return out
 
 
-def plain_logits(config, params, token_ids):
-    t = len(token_ids)
+@functools.lru_cache
+def plain_forward(config):
+    """Logits of sequences of `LONGEST` tokens, nothing packed; what follows a sequence's end does not reach it."""
 
     def attend(q, k, v, *, layer, window, cache):
         groups = q.shape[2] // k.shape[2]
         scores = jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, groups, axis=2))
-        back = jnp.arange(t)[:, None] - jnp.arange(t)[None]
+        back = jnp.arange(LONGEST)[:, None] - jnp.arange(LONGEST)[None]
         seen = (back >= 0) if window is None else (back >= 0) & (back < window)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnd->btnd", weights, jnp.repeat(v, groups, axis=2)), cache
 
-    hidden, _ = Transformer(config).apply({"params": params}, jnp.asarray(token_ids)[None], jnp.arange(t)[None], attend=attend)
-    head = params["head"] if "head" in params else params["embedding"].T
-    return hidden[0] @ head
+    @jax.jit
+    def run(params, tokens):
+        positions = jnp.arange(LONGEST)[None]
+        return logits(params, Transformer(config).apply({"params": params}, tokens[None], positions, attend=attend)[0][0])
+
+    return run
+
+
+def plain_logits(config, params, token_ids):
+    padded = np.pad(token_ids, (0, LONGEST - len(token_ids)))
+    return plain_forward(config)(params, padded)[: len(token_ids)]
 
 
 ENTROPY = LossConfig(entropy_coef=0.01)
@@ -120,17 +131,15 @@ def assert_same(a, b, tolerance=1e-5):
         assert np.linalg.norm(x - y) <= tolerance * norm, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / norm)
 
 
-def padded(rollouts, advantages, row_length):
-    """One rollout a row, in order."""
-    rows = [packing.pack([r], [a], row_length=row_length, layout="plain") for r, a in zip(rollouts, advantages, strict=True)]
-    targets = max(b.target_ids.shape[1] for b in rows)
-    rows = [
-        packing.PackedBatch(*(np.pad(x, ((0, 0), (0, (targets - x.shape[1]) if i >= 4 else 0))) for i, x in enumerate(b)))
-        for b in rows
-    ]
-    batch = packing.PackedBatch(*(np.concatenate(x) for x in zip(*rows, strict=True)))
-    owner = np.broadcast_to(np.arange(len(rollouts), dtype=np.int32)[:, None], batch.rollout_index.shape)
-    return batch._replace(rollout_index=owner)
+def padded(rollouts, advantages, rows=8, row_length=LONGEST):
+    """One rollout a row, in order; the rest is padding."""
+    batch = packing.empty_batch(rows, row_length, row_length)
+    for i, (r, a) in enumerate(zip(rollouts, advantages, strict=True)):
+        one = packing.pack([r], [a], row_length=row_length, layout="plain")
+        for whole, part in zip(batch, one, strict=True):
+            whole[i] = part[0]
+        batch.rollout_index[i] = i
+    return batch
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -145,26 +154,28 @@ def test_every_packing_gives_the_same_loss_and_gradient(aggregation):
         constant_length=8 if aggregation == "constant" else None,
         entropy_coef=0.01,
     )
-    reference = gradients_of(TINY, params, padded(rollouts, advantages, 24), loss=loss)
+    reference = gradients_of(TINY, params, padded(rollouts, advantages, rows=12), loss=loss)
     order = np.random.default_rng(3).permutation(len(rollouts))
     for layout in packing.LAYOUTS:
-        for row_length in (18, 64):  # 18 splits the third group over rows
-            rows = dict(row_length=row_length, layout=layout, row_multiple=8)
-            batch = packing.pack(rollouts, advantages, **rows)
+        for row_length, rows in ((LONGEST, 12), (96, 1)):  # the third group needs two of the short rows
+            sizes = dict(row_length=row_length, layout=layout, row_multiple=rows)
+            batch = packing.pack(rollouts, advantages, **sizes)
+            if layout == "prefix_shared" and rows == 1:
+                assert batch.token_ids.shape[0] == 1
             assert_same(reference, gradients_of(TINY, params, batch, loss=loss))
-            shuffled = packing.pack([rollouts[i] for i in order], [advantages[i] for i in order], **rows)
+            shuffled = packing.pack([rollouts[i] for i in order], [advantages[i] for i in order], **sizes)
             assert_same(reference, gradients_of(TINY, params, shuffled, loss=loss))
 
 
 @pytest.mark.parametrize("devices,microbatch_rows", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
 def test_every_split_gives_the_same_loss_and_gradient(devices, microbatch_rows):
-    params, rollouts = params_of(), make_rollouts()
-    rollouts = with_behaviour(TINY, params, rollouts, noise=0.1)
+    params, rollouts = params_of(ONE_LAYER), make_rollouts()
+    rollouts = with_behaviour(ONE_LAYER, params, rollouts, noise=0.1)
     advantages = advantages_for(rollouts)
-    one = gradients_of(TINY, params, packing.pack(rollouts, advantages, row_length=24))
-    batch = packing.pack(rollouts, advantages, row_length=24, row_multiple=8)  # some rows are padding
+    batch = packing.pack(rollouts, advantages, row_length=LONGEST, row_multiple=8)  # some rows are padding
     assert batch.token_ids.shape[0] == 8
-    assert_same(one, gradients_of(TINY, params, batch, devices=devices, microbatch_rows=microbatch_rows))
+    whole = gradients_of(ONE_LAYER, params, batch)
+    assert_same(whole, gradients_of(ONE_LAYER, params, batch, devices=devices, microbatch_rows=microbatch_rows))
 
 
 @pytest.mark.parametrize("groups", [((4, (1, 1, 1)),), ((1, (1,)), (2, (3,))), ((6, (5,)), (6, (5,)))])
@@ -172,20 +183,19 @@ def test_one_token_responses_and_single_samples(groups):
     params, rollouts = params_of(), make_rollouts(groups)
     rollouts = with_behaviour(TINY, params, rollouts, noise=0.05)
     advantages = advantages_for(rollouts)
-    reference = gradients_of(TINY, params, padded(rollouts, advantages, 16))
-    for row_length in (12, 32):
-        batch = packing.pack(rollouts, advantages, row_length=row_length)
-        assert_same(reference, gradients_of(TINY, params, batch))
+    reference = gradients_of(TINY, params, padded(rollouts, advantages, rows=3))
+    batch = packing.pack(rollouts, advantages, row_length=LONGEST, row_multiple=3)
+    assert_same(reference, gradients_of(TINY, params, batch))
 
 
 def test_sliding_windows_count_positions_of_the_own_sequence():
     params, rollouts = params_of(WINDOWED), make_rollouts()
     rollouts = with_behaviour(WINDOWED, params, rollouts)
-    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=64)
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=LONGEST, row_multiple=12)
     log_probs, _ = update.make_log_probs(WINDOWED)(params, batch)
     for got, r in zip(packing.unpack_targets(batch, log_probs, len(rollouts)), rollouts, strict=True):
         np.testing.assert_allclose(got, r.log_probs, atol=1e-4)
-    reference = gradients_of(WINDOWED, params, padded(rollouts, advantages_for(rollouts), 24))
+    reference = gradients_of(WINDOWED, params, padded(rollouts, advantages_for(rollouts), rows=12))
     assert_same(reference, gradients_of(WINDOWED, params, batch))
 
 
@@ -203,11 +213,13 @@ def test_log_probs_equal_a_plain_pass_a_sequence(layout, temperature):
 
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0])
 def test_first_on_policy_step_has_ratio_one(temperature):
-    params, rollouts = params_of(), make_rollouts()
-    rollouts = with_behaviour(TINY, params, rollouts, temperature)
-    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=32)
+    params, rollouts = params_of(ONE_LAYER), make_rollouts()
+    rollouts = with_behaviour(ONE_LAYER, params, rollouts, temperature)
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=48)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0))
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1, temperature=temperature)
+    step = update.make_update(
+        ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1, temperature=temperature
+    )
     before = jax.tree.map(np.array, params)
     state, metrics = step(update.init_state(params, optimizer), batch)
     assert abs(float(metrics["weight_mean"]) - 1) < 1e-4
@@ -220,11 +232,11 @@ def test_first_on_policy_step_has_ratio_one(temperature):
 
 
 def test_stored_log_probs_decide_the_ratio():
-    params, rollouts = params_of(), with_behaviour(TINY, params_of(), make_rollouts())
+    params, rollouts = params_of(ONE_LAYER), with_behaviour(ONE_LAYER, params_of(ONE_LAYER), make_rollouts())
     stale = [dataclasses.replace(r, log_probs=r.log_probs - 1.0) for r in rollouts]
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0))
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1)
-    _, metrics = step(update.init_state(params, optimizer), packing.pack(stale, advantages_for(stale), row_length=32))
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1)
+    _, metrics = step(update.init_state(params, optimizer), packing.pack(stale, advantages_for(stale), row_length=48))
     np.testing.assert_allclose(float(metrics["weight_mean"]), np.e, rtol=1e-4)
     np.testing.assert_allclose(float(metrics["k1"]), -1.0, rtol=1e-4)
     assert float(metrics["clip_frac_high"]) > 0
@@ -264,8 +276,8 @@ def test_siblings_do_not_leak():
 
 
 def test_padding_is_irrelevant():
-    params, rollouts = params_of(), with_behaviour(TINY, params_of(), make_rollouts(), noise=0.1)
-    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=32, row_multiple=4)
+    params, rollouts = params_of(ONE_LAYER), with_behaviour(ONE_LAYER, params_of(ONE_LAYER), make_rollouts(), noise=0.1)
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=48, row_multiple=4)
     real, mask = batch.segment_ids != 0, batch.target_mask
     garbage = batch._replace(
         token_ids=np.where(real, batch.token_ids, 96),
@@ -276,16 +288,16 @@ def test_padding_is_irrelevant():
         advantages=np.where(mask, batch.advantages, np.nan),
         rollout_index=np.where(mask, batch.rollout_index, 7),
     )
-    a, b = gradients_of(TINY, params, batch), gradients_of(TINY, params, garbage)
+    a, b = gradients_of(ONE_LAYER, params, batch), gradients_of(ONE_LAYER, params, garbage)
     assert a[0] == b[0]
     jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
 
 
 def test_a_batch_of_padding_changes_nothing_and_is_counted():
-    params = params_of()
+    params = params_of(ONE_LAYER)
     before = jax.tree.map(np.array, params)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, weight_decay=0.1))
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(2), microbatch_rows=1)
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(2), microbatch_rows=1)
     state, metrics = step(update.init_state(params, optimizer), packing.empty_batch(4, 16, 8))
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
     assert float(metrics["skipped"]) == 1
@@ -299,16 +311,16 @@ def test_a_batch_of_padding_changes_nothing_and_is_counted():
 
 def _sums(params, batch):
     # microbatch_rows = rows: no microbatch is skipped, so the gradient itself must be 0.
-    grads = update.make_gradients(TINY, ForwardConfig(), update.grpo_objective(LossConfig()), update.data_mesh(1), 4)
+    grads = update.make_gradients(ONE_LAYER, ForwardConfig(), update.grpo_objective(LossConfig()), update.data_mesh(1), 4)
     sums = jax.jit(grads)(params, None, batch)
     return sums.loss.numerator, sums.grads
 
 
 def test_non_finite_steps_are_skipped_and_counted():
-    params, rollouts = params_of(), with_behaviour(TINY, params_of(), make_rollouts())
-    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=32)
+    params, rollouts = params_of(ONE_LAYER), with_behaviour(ONE_LAYER, params_of(ONE_LAYER), make_rollouts())
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=48)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1))
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1)
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1)
     state = update.init_state(params, optimizer)
     state, metrics = step(state, batch)
     assert float(metrics["skipped"]) == 0
@@ -324,14 +336,14 @@ def test_non_finite_steps_are_skipped_and_counted():
 
 
 def test_the_update_is_the_optimizer_on_the_divided_gradient():
-    params, rollouts = params_of(), with_behaviour(TINY, params_of(), make_rollouts(), noise=0.1)
-    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=32)
-    _, grads = gradients_of(TINY, params, batch, loss=LossConfig())
+    params, rollouts = params_of(ONE_LAYER), with_behaviour(ONE_LAYER, params_of(ONE_LAYER), make_rollouts(), noise=0.1)
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=48)
+    _, grads = gradients_of(ONE_LAYER, params, batch, loss=LossConfig())
     # SGD shows the size of the gradient, which Adam would hide.
     optimizer = optax.sgd(0.5)
     before = jax.tree.map(np.array, params)
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(4), microbatch_rows=1, vocab_block=40)
-    batch4 = packing.pack(rollouts, advantages_for(rollouts), row_length=32, row_multiple=4)
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(4), microbatch_rows=1, vocab_block=40)
+    batch4 = packing.pack(rollouts, advantages_for(rollouts), row_length=48, row_multiple=4)
     state, metrics = step(update.init_state(params, optimizer), batch4)
     for p, g, new in zip(*map(jax.tree.leaves, (before, grads, state.params)), strict=True):
         np.testing.assert_allclose(new, p - 0.5 * g, rtol=1e-5, atol=1e-6)
@@ -339,23 +351,23 @@ def test_the_update_is_the_optimizer_on_the_divided_gradient():
 
 
 def test_weights_move_toward_good_responses():
-    params, rollouts = params_of(scale=2.0), make_rollouts()
-    rollouts = with_behaviour(TINY, params, rollouts)
-    batch = packing.pack(rollouts, [1.0 if i % 2 else -1.0 for i in range(len(rollouts))], row_length=32)
+    params, rollouts = params_of(ONE_LAYER, scale=2.0), make_rollouts()
+    rollouts = with_behaviour(ONE_LAYER, params, rollouts)
+    batch = packing.pack(rollouts, [1.0 if i % 2 else -1.0 for i in range(len(rollouts))], row_length=48)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3))
-    step = update.make_update(TINY, LossConfig(clip_high=10.0), optimizer, update.data_mesh(1), microbatch_rows=1)
+    step = update.make_update(ONE_LAYER, LossConfig(clip_high=10.0), optimizer, update.data_mesh(1), microbatch_rows=1)
     state = update.init_state(params, optimizer)
     for _ in range(5):
         state, _ = step(state, batch)
-    log_probs, _ = update.make_log_probs(TINY)(state.params, batch)
+    log_probs, _ = update.make_log_probs(ONE_LAYER)(state.params, batch)
     for i, got in enumerate(packing.unpack_targets(batch, log_probs, len(rollouts))):
         assert (np.mean(got - rollouts[i].log_probs) > 0) == (i % 2 == 1)
 
 
 def test_shapes_are_counted_and_few():
-    params = params_of()
+    params = params_of(ONE_LAYER)
     optimizer = make_optimizer(OptimizerConfig())
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=2)
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=2)
     state = update.init_state(params, optimizer)
     rng = np.random.default_rng(0)
     for i in range(12):
@@ -370,21 +382,21 @@ def test_shapes_are_counted_and_few():
 
 def test_rows_that_do_not_divide_are_refused():
     optimizer = make_optimizer(OptimizerConfig())
-    step = update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(2), microbatch_rows=2)
+    step = update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(2), microbatch_rows=2)
     with pytest.raises(ValueError, match="3 rows, not a multiple of 4"):
-        step(update.init_state(params_of(), optimizer), packing.empty_batch(3, 8, 4))
+        step(update.init_state(params_of(ONE_LAYER), optimizer), packing.empty_batch(3, 8, 4))
     with pytest.raises(ValueError, match="microbatch_rows=0"):
-        update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=0)
+        update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=0)
     with pytest.raises(ValueError, match="num_devices=9"):
         update.data_mesh(9)
     with pytest.raises(ValueError, match="temperature=0"):
-        update.make_update(TINY, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1, temperature=0.0)
+        update.make_update(ONE_LAYER, LossConfig(), optimizer, update.data_mesh(1), microbatch_rows=1, temperature=0.0)
 
 
 def test_supervised_updates_learn_given_responses():
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, 97, 4), rng.integers(0, 97, 6)) for _ in range(6)]
-    batch = packing.pack(supervised.examples(pairs), [0.0] * 6, row_length=32, layout="plain")
+    batch = packing.pack(supervised.examples(pairs), [0.0] * 6, row_length=48, layout="plain")
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2))
     step = supervised.make_supervised_update(TINY, optimizer, update.data_mesh(1), microbatch_rows=1)
     params = init_params(TINY, jax.random.key(0))
