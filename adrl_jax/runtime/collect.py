@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from adrl_jax.rewards.checks import warn_if_unparsed
 from adrl_jax.types import FinishReason, Prompt, Request, Rollout, Score
 
 Scorer = Callable[[Sequence[tuple[Prompt, str, bool]]], list[Score]]
@@ -70,6 +71,7 @@ def score(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], tokenizer: Any
         if s.reason == "error" or not np.isfinite(s.value):
             what = f"failed: {s.detail}" if s.reason == "error" else f"gave {s.value!r}, which is not a finite number"
             raise RewardError(f"the reward of prompt {prompt.prompt_id} {what} (response {text[:80]!r})")
+    warn_if_unparsed(scores, texts)
     return Scored(list(rollouts), list(prompts), texts, list(scores), np.zeros(len(scores), np.float32))
 
 
