@@ -1,7 +1,10 @@
-"""A small transformer learns long division by subtraction, warm-started and then by GRPO with speculative rollouts.
+"""A small transformer learns remainders by repeated subtraction: warm-started, then GRPO with speculative rollouts.
 
-make quickstart
-python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+    make quickstart
+    python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+
+About five minutes on two CPU cores, compilation included. Expect a held-out reward of about 0.57 before and 0.75 after
+(temperature 1, 256 prompts never trained on), and the same tokens with and without speculation.
 """
 
 from experiments import config
@@ -30,15 +33,19 @@ def get_config():
     c.train.group_size = 8
     c.train.max_new_tokens = 104
 
+    # Few shapes, so that little is compiled: three batch sizes, one cache capacity.
     c.rollout.strategies = ("off", "eagle-d4", "eagle-d8")
-    c.rollout.max_batch = 128
-    c.rollout.batch_buckets = (8, 32, 128)
+    c.rollout.max_batch = 64
+    c.rollout.batch_buckets = (4, 16, 64)
     c.rollout.cache_bucket = 128
     c.rollout.rounds_per_launch = 4
-    c.bandit.thresholds = (1, 12)
+    c.bandit.thresholds = (1, 5)
+    c.bandit.epsilon = 0.05
     c.bandit.window = 32
 
+    # Always 48 rows of 112 tokens: one program; microbatches that hold only padding are skipped.
     c.learner.learning_rate = 3e-4
+    c.learner.warmup_steps = 5
     c.learner.row_length = 112
     c.learner.row_multiple = 48
     c.learner.microbatch_rows = 8

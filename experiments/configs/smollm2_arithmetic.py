@@ -2,6 +2,9 @@
 
 make smollm2
 python -m experiments.train --config=experiments/configs/smollm2_arithmetic.py --workdir=runs/smollm2_arithmetic
+
+Aims at a reward 0.15 above the start (about 0.1 to 0.2 at temperature 1, on sums never trained on) in 60 steps, within 40 minutes
+on two CPU cores. Most of the first answers are cut off at 24 tokens: what is learnt first is to answer and stop.
 """
 
 from experiments import config
