@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.learner.attention import packed_attention
+from adrl_jax.learner.attention import Reach, packed_attention
 from adrl_jax.learner.forward import Forward, ForwardConfig, source_hidden
 from adrl_jax.learner.log_probs import block_logits, blocks, columns, default_block, head_matrix
 from adrl_jax.learner.losses import Loss
@@ -61,6 +61,7 @@ def packed_drafter_loss(
     forward_config: ForwardConfig,
     out: Forward,
     batch: PackedBatch,
+    reach: Reach | None = None,
 ) -> Loss:
     """The loss of packed rows; its sums are `feature_loss`, `token_loss` and `agreement`.
 
@@ -76,7 +77,7 @@ def packed_drafter_loss(
         hidden,
         batch.token_ids,
         batch.positions,
-        packed_attention(segments, batch.branch_ids, batch.positions),
+        packed_attention(segments, batch.branch_ids, batch.positions, reach=reach),
         sources=eagle.packed_sources(batch.token_ids.shape[1], batch.source_index, batch.target_index, batch.target_mask),
     )
     true, guess = source_hidden(hidden, batch), source_hidden(predicted, batch)

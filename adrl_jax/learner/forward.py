@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.learner.attention import packed_attention
+from adrl_jax.learner.attention import Reach, packed_attention
 from adrl_jax.learner.log_probs import token_log_probs
 from adrl_jax.learner.remat import recomputed
 from adrl_jax.models.families import ModelConfig
@@ -58,7 +58,9 @@ class Forward(NamedTuple):
     entropy: jax.Array
 
 
-def hidden_states(params: Any, model_config: ModelConfig, batch: PackedBatch, *, remat: bool = False) -> jax.Array:
+def hidden_states(
+    params: Any, model_config: ModelConfig, batch: PackedBatch, *, reach: Reach | None = None, remat: bool = False
+) -> jax.Array:
     """Final-norm hidden states `[M, T, H]` of packed rows: what `Transformer` computes, traced once a kind of layer.
 
     Rows are laid end to end, so that every matrix product, forward and backward, is a plain two-dimensional one.
@@ -73,7 +75,9 @@ def hidden_states(params: Any, model_config: ModelConfig, batch: PackedBatch, *,
 
         def layer(weights, x, rest):
             rope, rows = rest
-            return module.apply({"params": weights}, x, rope, attend=packed_attention(*rows), layer=index, cache=None)[0]
+            return module.apply(
+                {"params": weights}, x, rope, attend=packed_attention(*rows, reach=reach), layer=index, cache=None
+            )[0]
 
         # Jitted for its cache: equal layers share one trace, one derivative and one transposition.
         return jax.jit(recomputed(layer) if remat else layer)
@@ -92,10 +96,16 @@ def source_hidden(hidden: jax.Array, batch: PackedBatch) -> jax.Array:
 
 
 def forward(
-    params: Any, model_config: ModelConfig, config: ForwardConfig, batch: PackedBatch, *, entropy_gradient: bool = False
+    params: Any,
+    model_config: ModelConfig,
+    config: ForwardConfig,
+    batch: PackedBatch,
+    *,
+    reach: Reach | None = None,
+    entropy_gradient: bool = False,
 ) -> Forward:
     """Runs the policy over packed rows. Only response positions meet the vocabulary projection."""
-    hidden = hidden_states(params, model_config, batch, remat=config.remat)
+    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat)
     sources = source_hidden(hidden, batch)
     log_probs, entropy = token_log_probs(
         params,

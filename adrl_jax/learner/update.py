@@ -5,6 +5,7 @@ gradients are summed: once over microbatches, once over devices. The one divisio
 optimizer batch, comes last, so the result does not depend on how the batch was split.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import optax
 
 from adrl_jax.drafter.loss import DrafterLossConfig, packed_drafter_loss
 from adrl_jax.learner import losses
+from adrl_jax.learner.attention import Reach, reach_of
 from adrl_jax.learner.forward import Forward, ForwardConfig, forward
 from adrl_jax.learner.losses import Loss, LossConfig
 from adrl_jax.learner.optimizer import keep_state
@@ -97,32 +99,32 @@ class Update:
     """A compiled update, `update(state, batch) -> (state, metrics)`; `state` is donated.
 
     Attributes:
-        shapes: the `(rows, row length, targets)` seen so far; each is one compiled program.
+        shapes: the `(rows, row length, targets, reach)` seen so far; each is one compiled program.
     """
 
     def __init__(self, run, row_multiple: int):
         self._run = run
         self.row_multiple = row_multiple
-        self.shapes: set[tuple[int, int, int]] = set()
+        self.shapes: set[tuple[int, int, int, Reach]] = set()
 
     def __call__(self, state: LearnerState, batch: PackedBatch) -> tuple[LearnerState, dict[str, jax.Array]]:
-        self.check(batch)
-        return self._run(state, batch)
+        return self._run(state, batch, self.check(batch))
 
     def lower(self, state: LearnerState, batch: PackedBatch):
         """The program for these shapes, for ahead-of-time compilation."""
-        self.check(batch)
-        return self._run.lower(state, batch)
+        return self._run.lower(state, batch, self.check(batch))
 
-    def check(self, batch: PackedBatch) -> None:
-        """Raises ValueError where the rows do not divide into devices and microbatches."""
+    def check(self, batch: PackedBatch) -> Reach:
+        """The batch's reach. Raises ValueError where the rows do not divide into devices and microbatches."""
         rows, length = batch.token_ids.shape
         if rows % self.row_multiple:
             raise ValueError(
                 f"the batch has {rows} rows, not a multiple of {self.row_multiple} (devices x microbatch_rows); "
                 f"pack with row_multiple={self.row_multiple}"
             )
-        self.shapes.add((rows, length, batch.target_ids.shape[1]))
+        reach = reach_of(batch)
+        self.shapes.add((rows, length, batch.target_ids.shape[1], reach))
+        return reach
 
 
 def grpo_objective(config: LossConfig) -> Objective:
@@ -203,8 +205,8 @@ def make_objective_update(
         model_config, config, objective, mesh, microbatch_rows, entropy_gradient=entropy_gradient, drafter=drafter
     )
 
-    def run(state: LearnerState, batch: PackedBatch):
-        sums = gradients(state.params, state.drafter_params, batch)
+    def run(state: LearnerState, batch: PackedBatch, reach: Reach):
+        sums = gradients(state.params, state.drafter_params, batch, reach)
         params, opt_state, norm, applied = _apply(optimizer, state.params, state.opt_state, sums.loss, sums.grads)
         metrics = losses.metrics(sums.loss) | {"grad_norm": norm, "skipped": 1.0 - applied}
         new = state._replace(
@@ -222,7 +224,7 @@ def make_objective_update(
             )
         return new, metrics
 
-    return Update(jax.jit(run, donate_argnums=0), mesh.shape[AXIS] * microbatch_rows)
+    return Update(jax.jit(run, static_argnums=2, donate_argnums=0), mesh.shape[AXIS] * microbatch_rows)
 
 
 def _drafter_metrics(loss: Loss, norm, applied) -> dict[str, jax.Array]:
@@ -253,44 +255,51 @@ def make_gradients(
     entropy_gradient: bool = False,
     drafter: DrafterLossConfig | None = None,
 ):
-    """`gradients(params, drafter_params, batch) -> sums`: losses and gradients of numerators over the whole batch.
+    """`gradients(params, drafter_params, batch, reach=None) -> sums`: losses and gradients of numerators over the batch.
 
-    The result is replicated; nothing in it is divided yet.
+    The result is replicated; nothing in it is divided yet. `reach` (see `attention.reach_of`) is static.
     """
 
-    def microbatch_loss(params, drafter_params, batch):
-        out = forward(params, model_config, config, batch, entropy_gradient=entropy_gradient)
+    def microbatch_loss(params, drafter_params, batch, reach):
+        out = forward(params, model_config, config, batch, reach=reach, entropy_gradient=entropy_gradient)
         loss = objective(out, batch)
         drafter_loss = None
         total = loss.numerator
         if drafter is not None:
             # Both gradients come from one backward pass: the drafter's loss stops at everything that is the target's.
-            drafter_loss = packed_drafter_loss(drafter, drafter_params, params, model_config, config, out, batch)
+            drafter_loss = packed_drafter_loss(drafter, drafter_params, params, model_config, config, out, batch, reach)
             total = total + drafter_loss.numerator
         return total, (loss, drafter_loss)
 
-    def microbatch(params, drafter_params, batch) -> _Sums:
+    def microbatch(reach, params, drafter_params, batch) -> _Sums:
         grad = jax.grad(microbatch_loss, argnums=(0, 1) if drafter is not None else (0,), has_aux=True)
-        grads, (loss, drafter_loss) = grad(params, drafter_params, batch)
+        grads, (loss, drafter_loss) = grad(params, drafter_params, batch, reach)
         return _Sums(loss, grads[0], drafter_loss, grads[1] if drafter is not None else None)
 
-    def local(params, drafter_params, batch, vary) -> _Sums:
+    def local(params, drafter_params, batch, reach, vary=lambda tree: tree) -> _Sums:
+        run = functools.partial(microbatch, reach)
         if batch.token_ids.shape[0] == microbatch_rows:
-            return microbatch(params, drafter_params, batch)
-        return _accumulate(microbatch, params, drafter_params, batch, microbatch_rows, vary)
+            return run(params, drafter_params, batch)
+        return _accumulate(run, params, drafter_params, batch, microbatch_rows, vary)
 
-    def on_device(params, drafter_params, batch) -> _Sums:
+    if mesh.size == 1:
+        # A sum over one device would still copy every gradient.
+        return lambda params, drafter_params, batch, reach=None: local(params, drafter_params, batch, reach)
+
+    def on_device(params, drafter_params, batch, reach) -> _Sums:
         def vary(tree):
             return jax.tree.map(lambda x: jax.lax.pcast(x, AXIS, to="varying"), tree)
 
         # Weights are marked as differing by device, so that gradients stay local until the one sum.
         params, drafter_params = vary((params, drafter_params))
-        return _over_devices(local(params, drafter_params, batch, vary))
+        return _over_devices(local(params, drafter_params, batch, reach, vary))
 
-    if mesh.size == 1:
-        # A sum over one device would still copy every gradient.
-        return lambda params, drafter_params, batch: local(params, drafter_params, batch, lambda tree: tree)
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(jax.P(), jax.P(), jax.P(AXIS)), out_specs=jax.P())
+    def sharded(params, drafter_params, batch, reach=None) -> _Sums:
+        run = functools.partial(on_device, reach=reach)
+        specs = (jax.P(), jax.P(), jax.P(AXIS))
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, drafter_params, batch)
+
+    return sharded
 
 
 def _accumulate(microbatch, params, drafter_params, batch, microbatch_rows, vary) -> _Sums:
@@ -346,10 +355,16 @@ def make_log_probs(
     """
     config = ForwardConfig(temperature, valid_vocab, False, vocab_block)
 
-    def run(params, batch):
-        out = forward(params, model_config, config, batch)
+    def run(params, batch, reach):
+        out = forward(params, model_config, config, batch, reach=reach)
         return out.log_probs, out.entropy
 
-    if mesh is None:
-        return jax.jit(run)
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(jax.P(), jax.P(AXIS)), out_specs=(jax.P(AXIS), jax.P(AXIS))))
+    @functools.partial(jax.jit, static_argnums=2)
+    def jitted(params, batch, reach):
+        if mesh is None or mesh.size == 1:
+            return run(params, batch, reach)
+        local = functools.partial(run, reach=reach)
+        specs = (jax.P(), jax.P(AXIS))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(jax.P(AXIS), jax.P(AXIS)))(params, batch)
+
+    return lambda params, batch: jitted(params, batch, reach_of(batch))

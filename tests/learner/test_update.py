@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from adrl_jax.learner import packing, supervised, update
+from adrl_jax.learner.attention import Reach, reach_of
 from adrl_jax.learner.forward import ForwardConfig, hidden_states
 from adrl_jax.learner.losses import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
@@ -111,7 +112,8 @@ def compiled_gradients(config, devices, microbatch_rows, loss, temperature):
             update.data_mesh(devices),
             microbatch_rows,
             entropy_gradient=loss.entropy_coef != 0,
-        )
+        ),
+        static_argnums=3,
     )
 
 
@@ -186,6 +188,18 @@ def test_one_token_responses_and_single_samples(groups):
     reference = gradients_of(TINY, params, padded(rollouts, advantages, rows=3))
     batch = packing.pack(rollouts, advantages, row_length=LONGEST, row_multiple=3)
     assert_same(reference, gradients_of(TINY, params, batch))
+
+
+def test_long_rows_meet_only_the_keys_they_need():
+    groups = ((40, (130, 90, 120)), (30, (64, 100, 20)), (9, (140, 60)))
+    params, rollouts = params_of(), make_rollouts(groups)
+    rollouts = [dataclasses.replace(r, log_probs=r.log_probs * 1.1) for r in rollouts]
+    batch = packing.pack(rollouts, advantages_for(rollouts), row_length=640, row_multiple=2)
+    reach = reach_of(batch)
+    assert reach != Reach()
+    step = functools.partial(compiled_gradients(TINY, 2, 1, ENTROPY, 1.0), params, None, batch)
+    whole, skipping = step(), step(reach)
+    assert_same((float(whole.loss.numerator), whole.grads), (float(skipping.loss.numerator), skipping.grads))
 
 
 def test_sliding_windows_count_positions_of_the_own_sequence():
