@@ -150,7 +150,10 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The closing table: label and value, for the terminal and the page alike."""
     speed, speed_off = summary.get("rollout_tokens_per_s"), summary.get("rollout_tokens_per_s_off")
     ties = summary.get("tie_divergences")
-    identical = {True: f"yes, but for {ties} float ties" if ties else "yes, every token", False: f"no, {summary.get('divergent_responses')} responses differ"}
+    identical = {
+        True: f"yes, but for {ties} float ties" if ties else "yes, every token",
+        False: f"no, {summary.get('divergent_responses')} responses differ",
+    }
     rows = [
         ("reward before", _number(summary.get("reward_start"), 3)),
         ("reward after", _number(summary.get("reward_end"), 3)),

@@ -39,16 +39,18 @@ SAMPLING = SamplingParams(temperature=1.0)
 
 
 class Size(NamedTuple):
-    """`prompts` x `samples` responses of exactly `tokens` tokens, packed into rows of `row_length`."""
+    """`prompts` x `samples` responses of exactly `tokens` tokens; a group is packed into `rows_per_group` rows."""
 
     name: str
     prompts: int
     samples: int
     tokens: int
     microbatch_rows: int
+    rows_per_group: int
 
 
-SIZES = (Size("4x4x64", 4, 4, 64, 2), Size("1x4x256", 1, 4, 256, 1))
+# Half of each batch at a time: a whole one would need more than 6 GB with the engine beside it.
+SIZES = (Size("4x4x64", 4, 4, 64, 2, 1), Size("1x4x256", 1, 4, 256, 1, 2))
 
 
 class Step:
@@ -81,7 +83,7 @@ class Step:
         rewards = np.array([int(r.response_ids.sum()) % 17 / 17.0 for r in rollouts])  # differs within a group
         groups = np.array([r.group_id for r in rollouts])
         version = int(self.learner["state"].version)
-        row_length = packing.round_up(self._group_tokens(rollouts), 64)
+        row_length = packing.round_up(self._row_tokens(rollouts), 64)
         batch = packing.pack(
             rollouts,
             list(group_normalized(rewards, groups).values),
@@ -105,9 +107,10 @@ class Step:
             "optimizer_s": updated - packed,
         }
 
-    def _group_tokens(self, rollouts: list[Rollout]) -> int:
-        """Tokens of the longest group with its prompt counted once: one row holds it."""
-        return max(r.prompt_length + sum(x.response_length for x in rollouts if x.group_id == r.group_id) for r in rollouts)
+    def _row_tokens(self, rollouts: list[Rollout]) -> int:
+        """Tokens of the longest row, its prompt counted once."""
+        prompt = max(r.prompt_length for r in rollouts)
+        return prompt + self.size.samples // self.size.rows_per_group * self.size.tokens
 
 
 def publish_weights(config: ModelConfig, engine: Engine, state) -> None:
