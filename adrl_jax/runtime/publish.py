@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from adrl_jax.checkpoint import named_arrays
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.transformer import engine_layout
+from adrl_jax.runtime.memory import release_freed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,12 @@ def snapshot(
         drafter_name: under which the engine knows it.
         others: weights of drafters that are not trained here, served as they are.
     """
+    release_freed()  # what the update left; below, what the copies leave
     drafters = dict(others or {})
     if drafter is not None:
         drafters[drafter_name] = jax.tree.map(lambda x: jnp.array(x, config.compute_dtype, copy=True), drafter)
     served = jax.block_until_ready(engine_layout(params, config))
-    return Snapshot(
+    shot = Snapshot(
         served,
         int(version),
         drafters,
@@ -71,6 +73,8 @@ def snapshot(
         fingerprint(params),
         "" if drafter is None else fingerprint(drafter),
     )
+    release_freed()
+    return shot
 
 
 def fingerprint(tree: Any) -> str:
