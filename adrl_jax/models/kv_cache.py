@@ -16,25 +16,40 @@ from adrl_jax.models.families import ModelConfig
 
 
 class KVCache(NamedTuple):
-    """Keys and values, one array a layer: `[B, K, S, D]` in the compute dtype."""
+    """Keys `[B, K, D, S]` and values `[B, K, S, D]`, one array a layer, in the compute dtype.
+
+    Each lies as its product reads it. Scores from keys `[S, D]` take three times as long in a decode step on CPU, where the
+    product copies a right operand that it must transpose.
+    """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
     @property
     def capacity(self) -> int:
-        return self.keys[0].shape[2]
+        return self.values[0].shape[2]
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, num_layers: int | None = None) -> KVCache:
     """An all-zero cache for `batch` rows of `capacity` tokens."""
-    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     layers = config.num_layers if num_layers is None else num_layers
 
-    def zeros():
-        return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(layers))
+    def zeros(*shape):
+        return tuple(jnp.zeros((batch, config.num_kv_heads, *shape), config.compute_dtype) for _ in range(layers))
 
-    return KVCache(zeros(), zeros())
+    return KVCache(zeros(config.head_dim, capacity), zeros(capacity, config.head_dim))
+
+
+def with_capacity(cache: KVCache, capacity: int) -> KVCache:
+    """`cache` with room for `capacity` tokens a row: padded with zeros, or cut where that is less than it has."""
+
+    def fit(x, axis):
+        extra = capacity - x.shape[axis]
+        if extra < 0:
+            return jax.lax.slice_in_dim(x, 0, capacity, axis=axis)
+        return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
+
+    return KVCache(tuple(fit(k, 3) for k in cache.keys), tuple(fit(v, 2) for v in cache.values))
 
 
 def check_capacity(capacity: int, needed: int) -> None:
@@ -52,17 +67,18 @@ def cached_attention(positions: jax.Array):
     """
     start = positions[:, 0]
 
-    def write(buffer, fresh):
-        return jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f, (0, s, 0)))(buffer, fresh, start)
-
     def attend(q, k, v, *, layer, window, cache):
-        keys = write(cache.keys[layer], k.swapaxes(1, 2))
-        values = write(cache.values[layer], v.swapaxes(1, 2))
+        keys = jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f, (0, 0, s)))(
+            cache.keys[layer], k.transpose(0, 2, 3, 1), start
+        )
+        values = jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f, (0, s, 0)))(
+            cache.values[layer], v.swapaxes(1, 2), start
+        )
         cache = KVCache(
             cache.keys[:layer] + (keys,) + cache.keys[layer + 1 :],
             cache.values[:layer] + (values,) + cache.values[layer + 1 :],
         )
-        return masked_attention(q, keys, values, _visible(positions, keys.shape[2], window)), cache
+        return masked_attention(q, keys, values, _visible(positions, keys.shape[3], window)), cache
 
     return attend
 
@@ -80,21 +96,22 @@ def masked_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: 
 
     Args:
         q: `[B, T, N, D]`, scaled.
-        keys, values: `[B, K, S, D]`.
+        keys: `[B, K, D, S]`.
+        values: `[B, K, S, D]`.
         visible: bool `[B, T, S]`; a query that sees nothing returns the mean of all values, never NaN.
 
     Returns:
         `[B, T, N, D]` in the dtype of `values`.
     """
     batch, length, heads, dim = q.shape
-    kv_heads, capacity = keys.shape[1:3]
+    kv_heads, capacity = values.shape[1:3]
     group = heads // kv_heads
     # One batch dimension and two-dimensional operands: with [B, K] as two batch dimensions, or with the query positions on
     # an axis of their own, XLA's CPU products take three times as long.
     q = q.reshape(batch, length, kv_heads, group, dim).swapaxes(1, 2).reshape(batch * kv_heads, length * group, dim)
-    keys = keys.reshape(batch * kv_heads, capacity, dim)
+    keys = keys.reshape(batch * kv_heads, dim, capacity)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jax.lax.dot_general(q, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=wide)
+    scores = jax.lax.dot_general(q, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=wide)
     scores = scores.reshape(batch, kv_heads, length, group, capacity)
     scores = jnp.where(visible[:, None, :, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(batch * kv_heads, length * group, capacity)

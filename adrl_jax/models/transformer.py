@@ -9,11 +9,11 @@ The model knows neither caches nor packing. It computes queries, keys and values
 * `k`, `v` are `[B, T, K, D]`, keys already rotated;
 * `out` is `[B, T, N, D]`; `cache` is any pytree and is handed from layer to layer.
 
-Weights are stored `[in, out]`, with q|k|v and gate|up fused: one matrix product each, and `x @ W` reads them in memory
-order.
+Weights are stored `[in, out]` and named `kernel`, with q|k|v and gate|up fused: one matrix product each. An engine serves
+large ones as `kernel_t`, `[out, in]` (`engine_layout`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from adrl_jax.models.families import ModelConfig, RopeScaling
+from adrl_jax.models.projection import is_large, project
 
 Attend = Callable[..., tuple[jax.Array, Any]]
 
@@ -84,15 +85,18 @@ class Norm(nn.Module):
 
 
 class Dense(nn.Module):
-    """`x @ kernel (+ bias)` with the kernel stored `[in, out]`."""
+    """`x @ kernel (+ bias)` with the kernel stored `[in, out]`, or as `kernel_t` `[out, in]`."""
 
     features: int
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features))
-        y = x @ kernel.astype(x.dtype)
+        if self.has_variable("params", "kernel_t"):
+            y = project(x, self.get_variable("params", "kernel_t"))
+        else:
+            kernel = self.param("kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features))
+            y = x @ kernel.astype(x.dtype)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
         return y
@@ -184,7 +188,7 @@ class Transformer(nn.Module):
         """
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
-        if not c.tie_embeddings:
+        if not c.tie_embeddings and not self.has_variable("params", "head_t"):
             self.param("head", nn.initializers.normal(0.02), (c.hidden_size, c.vocab_size))
         x = embed_tokens(embedding, tokens, c)
         ropes = model_ropes(c, positions)
@@ -218,12 +222,13 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, config: ModelConfig) -
 def logits(params: Any, hidden: jax.Array) -> jax.Array:
     """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`.
 
-    Uses `params["head"]` `[H, V]` where present (untied models, and every published engine layout), else the embedding.
+    Uses `params["head"]` `[H, V]` where present (untied models), `params["head_t"]` `[V, H]` (the same, served), else the
+    embedding.
     """
     if "head" in params:
         out = hidden @ params["head"].astype(hidden.dtype)
     else:
-        out = jax.lax.dot_general(hidden, params["embedding"].astype(hidden.dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
+        out = project(hidden, params.get("head_t", params["embedding"]))
     return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
 
@@ -234,14 +239,23 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), variables["params"])
 
 
-def engine_layout(params: Any, config: ModelConfig, dtype=None) -> Any:
-    """A copy of `params` for serving: cast to the compute dtype, with the output projection stored `[H, V]`.
+def engine_layout(params: Any, config: ModelConfig) -> Any:
+    """A copy of a policy's or a drafter's `params` for serving: in the compute dtype, large matrices stored `[out, in]`.
 
-    A vector times `W.T` is many times slower than times `W` on CPU, so tied models get their head in the other order too.
     The result shares no buffer with `params`: the learner may donate its own.
     """
-    dtype = config.compute_dtype if dtype is None else dtype
-    out = jax.tree.map(lambda x: jnp.array(x, dtype=dtype, copy=True), params)
-    if "head" not in out:
-        out = {**out, "head": jnp.array(out["embedding"].T, copy=True)}
-    return out
+
+    dtype = config.compute_dtype
+
+    def served(tree):
+        if not isinstance(tree, Mapping):
+            return jnp.array(tree, dtype=dtype, copy=True)
+        out = {}
+        for name, value in tree.items():
+            if name in ("kernel", "head") and is_large(value):
+                out[f"{name}_t"] = jnp.array(value.T, dtype=dtype, copy=True)
+            else:
+                out[name] = served(value)
+        return out
+
+    return served(params)

@@ -185,7 +185,7 @@ def save_hf(
     """Writes a folder that `transformers` and `load` read: config, safetensors in the dtype of `params`, tokenizer.
 
     Raises:
-        ValueError: a parameter is missing, left over (the engine's layout of a tied model has its head twice), or has
+        ValueError: a parameter is missing, left over (the engine's layout has names of its own), or has
             another shape than the config says.
     """
     folder = pathlib.Path(folder)

@@ -58,13 +58,14 @@ class Engine:
     def publish(
         self, params: Any, version: int, drafter_params: Mapping[str, Any] | None = None, drafter_version: int = 0
     ) -> None:
-        """Serves `params` (engine layout, see `transformer.engine_layout`) from the next call of `generate` on.
+        """Serves `params` from the next call of `generate` on.
+
+        Args:
+            params, drafter_params: any layout that the model reads; `transformer.engine_layout` is the fast one.
 
         Raises:
-            ValueError: `params` are not in engine layout; the version is negative; a drafter with parameters lacks them.
+            ValueError: the version is negative; a drafter with parameters lacks them.
         """
-        if "head" not in params:
-            raise ValueError("params have no `head`: publish them in engine layout (transformer.engine_layout)")
         if version < 0:
             raise ValueError(f"version={version} must be >= 0")
         given = dict(drafter_params or {})

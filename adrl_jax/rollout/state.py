@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adrl_jax.models.kv_cache import KVCache
+from adrl_jax.models.kv_cache import KVCache, with_capacity
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.types import FinishReason
 
@@ -112,8 +112,9 @@ def insert(state: RolloutState, prompts: Prefilled, source: jax.Array, taken: ja
 
 
 def _of_rows(prompts: Prefilled, source: jax.Array, capacity: int) -> Prefilled:
+    # Prompts are padded to wide buckets; what lies past a row's length means nothing.
     return Prefilled(
-        jax.tree.map(lambda x: _fit(x, 2, capacity)[source], prompts.cache),
+        jax.tree.map(lambda x: x[source], with_capacity(prompts.cache, capacity)),
         None if prompts.hidden is None else _fit(prompts.hidden, 1, capacity)[source],
     )
 
@@ -123,7 +124,7 @@ def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter
     grown = state._replace(
         tokens=_fit(state.tokens, 1, capacity),
         log_probs=_fit(state.log_probs, 1, capacity),
-        cache=jax.tree.map(lambda x: _fit(x, 2, capacity), state.cache),
+        cache=with_capacity(state.cache, capacity),
         hidden=None if state.hidden is None else _fit(state.hidden, 1, capacity),
         drafter_states={name: drafters[name].grow(s, capacity) for name, s in state.drafter_states.items()},
     )
@@ -132,6 +133,6 @@ def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter
 
 def _fit(x: jax.Array, axis: int, size: int) -> jax.Array:
     extra = size - x.shape[axis]
-    if extra < 0:  # prompts are padded to wide buckets; what lies past a row's length means nothing
+    if extra < 0:
         return jax.lax.slice_in_dim(x, 0, size, axis=axis)
     return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])

@@ -121,7 +121,7 @@ def position_logits(config: ModelConfig, params: Any, token_ids: np.ndarray) -> 
         def attend(q, k, v, *, layer, window, cache):
             seen = positions[..., None] - positions[:, None]
             seen = (seen >= 0) if window is None else (seen >= 0) & (seen < window)
-            return masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen), cache
+            return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
 
         hidden, _ = transformer.Transformer(wide).apply({"params": params}, tokens, positions, attend=attend)
         out = np.asarray(transformer.logits(params, hidden[0, -1]))

@@ -63,7 +63,7 @@ def snapshot(
     release_freed()  # what the update left; below, what the copies leave
     drafters = dict(others or {})
     if drafter is not None:
-        drafters[drafter_name] = jax.tree.map(lambda x: jnp.array(x, config.compute_dtype, copy=True), drafter)
+        drafters[drafter_name] = engine_layout(drafter, config)
     served = jax.block_until_ready(engine_layout(params, config))
     shot = Snapshot(
         served,

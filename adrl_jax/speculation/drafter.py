@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.models.kv_cache import KVCache
+from adrl_jax.models.kv_cache import KVCache, with_capacity
 
 Draw = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 """`draw(logits [B, 1, V], positions [B, 1]) -> (ids int32 [B, 1], log_q float32 [B, 1, V] or None)`.
@@ -132,7 +132,6 @@ def grow_cache(cache: KVCache, capacity: int) -> KVCache:
     Raises:
         ValueError: `capacity` is less than the cache has.
     """
-    extra = capacity - cache.capacity
-    if extra < 0:
+    if capacity < cache.capacity:
         raise ValueError(f"capacity={capacity} is less than the {cache.capacity} the cache has; caches only grow")
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))), cache)
+    return with_capacity(cache, capacity)

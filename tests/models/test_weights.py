@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from safetensors.numpy import load_file, save_file
 
-from adrl_jax.models import safetensors_file, tokenizer, transformer, weights
+from adrl_jax.models import projection, safetensors_file, tokenizer, transformer, weights
 
 
 def read_all(folder) -> dict[str, np.ndarray]:
@@ -216,10 +216,11 @@ class TestShards:
 
 
 class TestSaving:
-    def test_engine_layout_of_a_tied_model_is_refused(self, llama, tmp_path):
+    def test_engine_layout_is_refused(self, llama, tmp_path, monkeypatch):
+        monkeypatch.setattr(projection, "_LARGE", 1)
         model = weights.load(llama[0])
         served = transformer.engine_layout(model.params, model.config)
-        with pytest.raises(ValueError, match="'head'"):
+        with pytest.raises(ValueError, match="kernel_t"):
             weights.save_hf(tmp_path / "out", model.config, served)
 
     def test_missing_parameter(self, llama, tmp_path):

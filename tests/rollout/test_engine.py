@@ -73,8 +73,6 @@ def test_publishing_asks_for_what_is_needed(world):
     engine = Engine(TARGET, EngineConfig(0, EOS), DRAFTERS)
     with pytest.raises(ValueError, match="call publish first"):
         engine.generate([request()], SamplingParams(), fixed(0), fixed(0).init())
-    with pytest.raises(ValueError, match="engine layout"):
-        engine.publish({k: v for k, v in world.params.items() if k != "head"}, 0)
     with pytest.raises(ValueError, match="drafter 'eagle' needs parameters"):
         engine.publish(world.params, 0)
     with pytest.raises(ValueError, match="version=-1"):

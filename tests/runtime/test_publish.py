@@ -18,7 +18,6 @@ def test_snapshot_survives_donation_of_the_learners_buffers():
     before = np.array(snap.params["embedding"], copy=True)
     jax.jit(lambda p: jax.tree.map(lambda x: x * 0, p), donate_argnums=0)((params, drafter))
     np.testing.assert_array_equal(np.asarray(snap.params["embedding"]), before)
-    np.testing.assert_array_equal(np.asarray(snap.params["head"]), before.T)
     np.testing.assert_array_equal(np.asarray(snap.drafter_params["eagle"]["fc"]), 1)
     assert (snap.version, snap.drafter_version) == (3, 5) and set(snap.drafter_params) == {"eagle", "model"}
 

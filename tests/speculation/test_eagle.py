@@ -39,7 +39,7 @@ def packed_attend(segments, branches):
     visible &= (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
 
     def attend(q, k, v, *, layer, window, cache):
-        return masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible), cache
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), visible), cache
 
     return attend
 
