@@ -14,7 +14,8 @@ from adrl_jax.learner.attention import Reach, packed_attention
 from adrl_jax.learner.log_probs import token_log_probs
 from adrl_jax.learner.remat import recomputed
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.transformer import DecoderLayer, Norm, embed_tokens, model_ropes
+from adrl_jax.models.norm import Norm
+from adrl_jax.models.transformer import DecoderLayer, embed_tokens, model_ropes
 from adrl_jax.types import PackedBatch
 
 

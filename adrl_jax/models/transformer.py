@@ -13,6 +13,7 @@ Weights are stored `[in, out]` and named `kernel`, with q|k|v and gate|up fused:
 large ones as `kernel_t`, `[out, in]` (`engine_layout`).
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from adrl_jax.models.families import ModelConfig, RopeScaling
+from adrl_jax.models.norm import Norm
 from adrl_jax.models.projection import is_large, project
 
 Attend = Callable[..., tuple[jax.Array, Any]]
@@ -61,27 +63,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-
-
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm, computed in at least float32 and returned in the dtype of the input."""
-
-    kind: str = "rms"
-    eps: float = 1e-5
-    offset: float = 0.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        init = nn.initializers.constant(1.0 - self.offset)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        weight = self.param("weight", init, (x.shape[-1],)).astype(wide) + self.offset
-        y = x.astype(wide)
-        if self.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps) * weight
-        if self.kind == "layer":
-            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],)).astype(wide)
-        return y.astype(x.dtype)
 
 
 class Dense(nn.Module):
@@ -253,9 +234,15 @@ def engine_layout(params: Any, config: ModelConfig) -> Any:
         out = {}
         for name, value in tree.items():
             if name in ("kernel", "head") and is_large(value):
-                out[f"{name}_t"] = jnp.array(value.T, dtype=dtype, copy=True)
+                out[f"{name}_t"] = _transposed(value, dtype)
             else:
                 out[name] = served(value)
         return out
 
     return served(params)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _transposed(x: jax.Array, dtype) -> jax.Array:
+    # Compiled: one pass over memory, where the operations one by one would make two copies.
+    return x.T.astype(dtype)
