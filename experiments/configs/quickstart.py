@@ -23,24 +23,24 @@ def get_config():
     c.model.max_positions = 128
     c.model.init_std = 0.05
 
-    c.warm_start.steps = 500
+    c.warm_start.steps = 1000
     c.warm_start.batch_size = 64
     c.warm_start.examples = 32_000
     c.warm_start.learning_rate = 4e-3
 
-    c.train.steps = 40
+    c.train.steps = 50
     c.train.prompts_per_step = 16
     c.train.group_size = 8
     c.train.max_new_tokens = 104
 
     # Few shapes, so that little is compiled: three batch sizes, one cache capacity.
-    c.rollout.strategies = ("off", "eagle-d4", "eagle-d8")
+    c.rollout.strategies = ("off", "eagle-d2", "eagle-d3", "eagle-d4")
     c.rollout.max_batch = 64
     c.rollout.batch_buckets = (4, 16, 64)
     c.rollout.cache_bucket = 128
     c.rollout.rounds_per_launch = 4
-    c.bandit.thresholds = (1, 5)
-    c.bandit.epsilon = 0.05
+    c.bandit.thresholds = (1, 5, 17)  # as the compiled batch sizes: a bucket compares like with like
+    c.bandit.epsilon = 0.02
     c.bandit.window = 32
 
     # Always 48 rows of 112 tokens: one program; microbatches that hold only padding are skipped.
