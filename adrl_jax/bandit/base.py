@@ -39,7 +39,7 @@ def checked(bandit: Bandit, num_arms: int) -> Bandit:
 
     def checked_select(state, key, running):
         _require(running, lambda x: x >= 1, "running", "must be at least 1 request")
-        return select(state, key, jnp.asarray(running, jnp.int32))
+        return select(state, key, _scalar(running, np.int32))
 
     def checked_update(state, arm, running, tokens, seconds):
         _require(arm, lambda x: 0 <= x < num_arms, "arm", f"must be in [0, {num_arms})")
@@ -48,13 +48,18 @@ def checked(bandit: Bandit, num_arms: int) -> Bandit:
         _require(seconds, lambda x: 0 < x < np.inf, "seconds", "must be finite and > 0")
         return update(
             state,
-            jnp.asarray(arm, jnp.int32),
-            jnp.asarray(running, jnp.int32),
-            jnp.asarray(tokens, jnp.float32),
-            jnp.asarray(seconds, jnp.float32),
+            _scalar(arm, np.int32),
+            _scalar(running, np.int32),
+            _scalar(tokens, np.float32),
+            _scalar(seconds, np.float32),
         )
 
     return Bandit(bandit.init, checked_select, checked_update)
+
+
+def _scalar(value, dtype):
+    """Numbers stay numpy's: a conversion on the device takes as long as the choice itself."""
+    return jnp.asarray(value, dtype) if isinstance(value, jax.Array) else dtype(value)
 
 
 def _require(value, legal: Callable[[float], bool], name: str, rule: str) -> None:

@@ -32,6 +32,7 @@ from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import FinishReason, Request, Rollout, SamplingParams
 
 _WIDEST_CATCH_UP = 128
+_fold_in = jax.jit(jax.random.fold_in)  # compiled: one dispatch a launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Serving:
         self.on_launch = on_launch
         law = Law.of(sampling, config.valid_vocab)
         self.round_config = rounds.RoundConfig(served.model, law, config.eos_ids, config.verification)
+        self.bandit_key = jax.random.fold_in(jax.random.key(config.seed), served.version)
         self.launches: list[LaunchRecord] = []
         self.rollouts: list[Rollout | None] = [None] * len(self.requests)
         self.begin = 0.0
@@ -148,8 +150,7 @@ class Serving:
         while slots.running.any():
             arm, strategy = self._choose(int(slots.running.sum()))
             state, slots = self._fit(state, slots, slots.needed(strategy, self.config.rounds_per_launch))
-            state = self._catch_up(state, strategy, missing)
-            state, slots, missing = self._launch(state, slots, arm, strategy)
+            state, slots, missing = self._launch(state, slots, arm, strategy, missing)
         self._harvest(state, slots)
 
     def _choose(self, running: int) -> tuple[int, Strategy]:
@@ -161,7 +162,7 @@ class Serving:
         elif len(strategies) == 1:
             arm = 0
         else:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), self.served.version), index)
+            key = _fold_in(self.bandit_key, np.uint32(index))
             arm = int(self.bandit.select(self.bandit_state, key, running))
         if not 0 <= arm < len(strategies):
             raise ValueError(f"arm {arm} of launch {index} is not one of the {len(strategies)} strategies")
@@ -258,20 +259,25 @@ class Serving:
             gap -= width
         return state
 
-    def _launch(self, state: RolloutState, slots: Slots, arm: int, strategy: Strategy):
-        """Runs some rounds, tells bandit and listener, and returns the state, its slots and the drafters' gaps."""
+    def _launch(self, state: RolloutState, slots: Slots, arm: int, strategy: Strategy, missing: dict[str, int]):
+        """Runs some rounds, tells bandit and listener, and returns the state, its slots and the drafters' gaps.
+
+        What the arm's drafter has to catch up on is part of what the launch costs.
+        """
         batch, drafters = len(slots), self.served.drafters
         own = self.served.drafter_params[strategy.drafter] if strategy.speculates else None
-        args = (self.served.params, own, state, np.int32(self.config.rounds_per_launch))
         key = ("launch", strategy, self.round_config.law, batch, state.capacity)
-        compiled = key not in self.programs
         function = functools.partial(rounds.launch, self.round_config, strategy, drafters)
-        self.programs.compile(key, function, args, donate=(2,))
+        before = len(self.programs), self.programs.compile_seconds
         began = time.perf_counter()
+        state = self._catch_up(state, strategy, missing)
         with self._on_device():
+            args = (self.served.params, own, state, np.int32(self.config.rounds_per_launch))
             state, packed = self.programs(key, function, args, donate=(2,))
             summary = rounds.unpack_summary(jax.device_get(packed), batch, drafters)
-        seconds = time.perf_counter() - began
+        end = time.perf_counter()
+        seconds = end - began - (self.programs.compile_seconds - before[1])
+        compiled = len(self.programs) > before[0]
         after = Slots(
             slots.request,
             summary.length,
@@ -288,7 +294,7 @@ class Serving:
             rounds=summary.rounds,
             tokens=int((after.length - slots.length).sum()),
             seconds=seconds,
-            start=began - self.begin,
+            start=end - seconds - self.begin,
             compiled=compiled,
             accept_passes=int((after.passes - slots.passes).sum()),
             accept_tokens=int((after.committed - slots.committed).sum()),

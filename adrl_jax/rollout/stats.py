@@ -13,7 +13,7 @@ class LaunchRecord:
         batch_bucket, cache_bucket: rows and token capacity of the compiled program.
         rounds: verify passes that ran.
         tokens: response tokens committed.
-        seconds: from dispatch until results were on the host, compilation excluded.
+        seconds: from dispatch until results were on the host, the drafter's catching up included, compilation excluded.
         start: seconds since the rollout began.
         compiled: the program was compiled for this launch (its time is noisier and not told to the bandit).
         accept_passes, accept_tokens: summed over rows: speculative passes of running rows and what they committed.

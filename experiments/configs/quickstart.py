@@ -3,8 +3,9 @@
     make quickstart
     python -m experiments.train --config=experiments/configs/quickstart.py --workdir=runs/quickstart
 
-About five minutes on two CPU cores, compilation included. Expect a held-out reward of about 0.57 before and 0.75 after
-(temperature 1, 256 prompts never trained on), and the same tokens with and without speculation.
+Two to four minutes on two CPU cores, compilation included. Expect a held-out reward of about 0.64 before and 0.9 after
+(temperature 1, 256 prompts never trained on; seeds 0, 1, 2: 0.65 to 0.92, 0.62 to 0.86, 0.66 to 0.91), and the same tokens
+with and without speculation. A pass of so small a model costs little, so speculation gains nothing to speak of here.
 """
 
 from experiments import config
@@ -34,12 +35,12 @@ def get_config():
     c.train.max_new_tokens = 104
 
     # Few shapes, so that little is compiled: three batch sizes, one cache capacity.
-    c.rollout.strategies = ("off", "eagle-d2", "eagle-d3", "eagle-d4")
+    c.rollout.strategies = ("off", "eagle-d2", "eagle-d3")
     c.rollout.max_batch = 64
     c.rollout.batch_buckets = (4, 16, 64)
     c.rollout.cache_bucket = 128
     c.rollout.rounds_per_launch = 4
-    c.bandit.thresholds = (1, 5, 17)  # as the compiled batch sizes: a bucket compares like with like
+    c.bandit.thresholds = (1, 5)
     c.bandit.epsilon = 0.02
     c.bandit.window = 32
 

@@ -3,8 +3,8 @@
 make smollm2
 python -m experiments.train --config=experiments/configs/smollm2_arithmetic.py --workdir=runs/smollm2_arithmetic
 
-Aims at a reward 0.15 above the start (about 0.1 to 0.2 at temperature 1, on sums never trained on) in 60 steps, within 40 minutes
-on two CPU cores. Most of the first answers are cut off at 24 tokens: what is learnt first is to answer and stop.
+Expect the reward on held-out sums (temperature 1) to rise from 0.13 to 0.99 in 30 steps, 8 to 15 minutes on two CPU cores. Most of
+the first answers are cut off at 24 tokens: what is learnt first is to answer and stop.
 """
 
 from experiments import config
@@ -21,12 +21,12 @@ def get_config():
     c.task.max_prompt_tokens = 64
     c.task.reward_workers = 0
 
-    c.train.steps = 60
+    c.train.steps = 30
     c.train.prompts_per_step = 8
     c.train.group_size = 8
     c.train.max_new_tokens = 24
     c.evaluation.samples = 8
-    c.evaluation.every = 20
+    c.evaluation.every = 10
 
     c.rollout.strategies = ("off", "ngram-d3")
     c.rollout.max_batch = 64
