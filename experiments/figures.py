@@ -5,7 +5,7 @@ What is drawn lies in docs/measured/ and comes from these commands:
     python -m experiments.bench.rollout --model=smollm2 --peer=hf,tunix --peer_python=… --json=docs/measured/rollout.json
     python -m experiments.bench.step --model=smollm2 --peer=trl,tunix --peer_python=… --json=docs/measured/step.json
     make quickstart, then: cp runs/quickstart/summary.json docs/measured/quickstart.json
-                           cp runs/quickstart/metrics.jsonl docs/measured/quickstart.jsonl
+                           grep -v warm_start runs/quickstart/metrics.jsonl > docs/measured/quickstart.jsonl
 
 A picture whose numbers are not there is not drawn.
 """
@@ -96,7 +96,7 @@ def quickstart(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     tail.set(title="Requests running in one rollout, the same tokens", xlabel="seconds")
     for ax in (reward, tail):
         ax.grid(True, axis="y")
-        ax.legend()
+        ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
     return figure
 
 
