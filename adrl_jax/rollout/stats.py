@@ -15,7 +15,7 @@ class LaunchRecord:
         tokens: response tokens committed.
         seconds: from dispatch until results were on the host, the drafter's catching up included, compilation excluded.
         start: seconds since the rollout began.
-        compiled: the program was compiled for this launch (its time is noisier and not told to the bandit).
+        compiled: a program was compiled for this launch, its own or its drafter's (its time is noisier and not told to the bandit).
         accept_passes, accept_tokens: summed over rows: speculative passes of running rows and what they committed.
     """
 
