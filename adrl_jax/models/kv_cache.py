@@ -43,13 +43,15 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, num_layers: int |
 def with_capacity(cache: KVCache, capacity: int) -> KVCache:
     """`cache` with room for `capacity` tokens a row: padded with zeros, or cut where that is less than it has."""
 
-    def fit(x, axis):
-        extra = capacity - x.shape[axis]
-        if extra < 0:
-            return jax.lax.slice_in_dim(x, 0, capacity, axis=axis)
-        return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
+    return KVCache(tuple(fit(k, 3, capacity) for k in cache.keys), tuple(fit(v, 2, capacity) for v in cache.values))
 
-    return KVCache(tuple(fit(k, 3) for k in cache.keys), tuple(fit(v, 2) for v in cache.values))
+
+def fit(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """`x` with `size` entries along `axis`: padded with zeros at the end, or cut."""
+    extra = size - x.shape[axis]
+    if extra < 0:
+        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
 
 
 def check_capacity(capacity: int, needed: int) -> None:

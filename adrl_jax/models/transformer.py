@@ -225,7 +225,6 @@ def engine_layout(params: Any, config: ModelConfig) -> Any:
 
     The result shares no buffer with `params`: the learner may donate its own.
     """
-
     dtype = config.compute_dtype
 
     def served(tree):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adrl_jax.models.kv_cache import KVCache, with_capacity
+from adrl_jax.models.kv_cache import KVCache, fit, with_capacity
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.types import FinishReason
 
@@ -115,24 +115,17 @@ def _of_rows(prompts: Prefilled, source: jax.Array, capacity: int) -> Prefilled:
     # Prompts are padded to wide buckets; what lies past a row's length means nothing.
     return Prefilled(
         jax.tree.map(lambda x: x[source], with_capacity(prompts.cache, capacity)),
-        None if prompts.hidden is None else _fit(prompts.hidden, 1, capacity)[source],
+        None if prompts.hidden is None else fit(prompts.hidden, 1, capacity)[source],
     )
 
 
 def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter], capacity: int) -> RolloutState:
     """The given rows of a state (int32 `[B']`), with room for `capacity` tokens, never less than before."""
     grown = state._replace(
-        tokens=_fit(state.tokens, 1, capacity),
-        log_probs=_fit(state.log_probs, 1, capacity),
+        tokens=fit(state.tokens, 1, capacity),
+        log_probs=fit(state.log_probs, 1, capacity),
         cache=with_capacity(state.cache, capacity),
-        hidden=None if state.hidden is None else _fit(state.hidden, 1, capacity),
+        hidden=None if state.hidden is None else fit(state.hidden, 1, capacity),
         drafter_states={name: drafters[name].grow(s, capacity) for name, s in state.drafter_states.items()},
     )
     return jax.tree.map(lambda x: x[rows], grown)
-
-
-def _fit(x: jax.Array, axis: int, size: int) -> jax.Array:
-    extra = size - x.shape[axis]
-    if extra < 0:
-        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
-    return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])

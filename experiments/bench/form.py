@@ -232,14 +232,15 @@ def finish(
 
     Args:
         bench: the benchmark's name.
-        config: what it was asked to do.
+        config: what it was asked to do; where the peers' pythons lie on this machine is left out.
         results: figure name -> any JSON value; None for a figure that could not be measured.
         json_path: where the form is written; None prints only.
         notes: why a figure is None, or what to keep in mind, by figure name; printed below the table and kept in `config`.
     """
+    asked = {name: value for name, value in config.items() if name != "peer_python"}
     form = {
         "bench": bench,
-        "config": {**_plain(dict(config)), **({"notes": dict(notes)} if notes else {})},
+        "config": {**_plain(asked), **({"notes": dict(notes)} if notes else {})},
         "machine": machine(),
         "versions": versions(),
         "results": _plain(dict(results)),

@@ -99,3 +99,8 @@ def test_peak_rss_is_that_of_this_process_not_of_its_parent():
 
 def test_matmul_peak_is_plausible():
     assert 1e8 < form.matmul_peak(sizes=[(64, 64, 64)], repeats=3) < 1e15
+
+
+def test_where_the_peers_pythons_lie_is_not_written(tmp_path):
+    form.finish("x", {"peer": "hf", "peer_python": "hf=/somewhere/python"}, {"a": 1}, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text())["config"] == {"peer": "hf"}

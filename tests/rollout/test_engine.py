@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from adrl_jax.bandit.base import Bandit
 from adrl_jax.bandit.beg import beg
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.rollout.engine import Engine, EngineConfig
+from adrl_jax.rollout.serving import Serving
 from adrl_jax.rollout.settings import round_up
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation.strategy import OFF, Strategy
@@ -232,3 +234,18 @@ def test_sizes_come_in_few_steps():
     assert len({round_up(n, 16) for n in range(1, 4097)}) <= 8 + 5 * 4
     config = EngineConfig(0, (), max_batch=24)
     assert config.batches == (1, 2, 4, 8, 16, 24)
+
+
+def test_a_launch_is_charged_for_its_drafters_catching_up(world, monkeypatch):
+    real = Serving._catch_up
+
+    def slow(self, state, strategy, missing):
+        time.sleep(0.05)
+        return real(self, state, strategy, missing)
+
+    monkeypatch.setattr(Serving, "_catch_up", slow)
+    config = EngineConfig(SEED, EOS, VALID, (OFF, Strategy("ngram", 3)), max_batch=8, batch_buckets=(8,), cache_bucket=128)
+    engine = Engine(TARGET, config, DRAFTERS)
+    engine.publish(world.params, 0, world.drafter_params)
+    launches = engine.generate([request()], SamplingParams(), fixed(1), fixed(1).init()).stats.launches
+    assert launches and min(x.seconds for x in launches) >= 0.05
