@@ -5,7 +5,7 @@
         --config.task.path=PATH
 
 PATH is a folder with train.jsonl and test.jsonl (or .parquet), one such file, or a `datasets` name such as openai/gsm8k.
-A step of 4 x 4 responses of up to 160 tokens takes about a minute on two CPU cores; 3 of 91 problems are solved greedily before
+A step of 4 x 4 responses of up to 160 tokens takes 1 to 2 minutes on two CPU cores; 3 of 91 problems are solved greedily before
 training, so expect the run to work and the reward to stay near 0.03.
 """
 
