@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,22 +115,31 @@ class Checkpointer:
         """The JSON record of a committed step."""
         return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
-    def restore(self, step: int, template: Any) -> Any:
+    def restore(self, step: int, template: Any, renew: Sequence[str] = ()) -> Any:
         """The state of a committed step, in the types, dtypes and placement of `template`.
 
         Arrays go to where the template's arrays live, however many devices the saving process had.
+
+        Args:
+            renew: first names of what is not restored: it stays as it is in `template`, whatever the checkpoint holds.
 
         Raises:
             CheckpointMismatch: a name, shape or dtype differs; the message lists the first few.
         """
         expected = named_arrays(template)
         stored = named_arrays(self._manager.item_metadata(step)["state"].tree)
-        self._check(step, expected, stored)
-        blank = {name: np.zeros(x.shape, x.dtype) for name, x in expected.items()}
+
+        def kept(names: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: x for name, x in names.items() if name.split("/")[0] not in renew}
+
+        self._check(step, kept(expected), kept(stored))
+        blank = {name: np.zeros(x.shape, x.dtype) for name, x in stored.items()}
         nested = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_nest(blank))))["state"]
         values = named_arrays(nested)
         leaves, treedef = jax.tree_util.tree_flatten(template)
-        return jax.tree_util.tree_unflatten(treedef, [_place(values[n], leaf) for n, leaf in zip(expected, leaves)])
+        return jax.tree_util.tree_unflatten(
+            treedef, [_place(values[n], x) if n in kept(expected) else x for n, x in zip(expected, leaves)]
+        )
 
     def wait(self) -> None:
         """Blocks until nothing is being written; raises what went wrong in the background."""

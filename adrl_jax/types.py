@@ -90,6 +90,8 @@ class Request:
         group_id: requests with the same group id share a prompt and are compared with each other.
         max_new_tokens: response budget in tokens, >= 1.
         forced_length: benchmark aid: end tokens are ignored and the response has exactly `max_new_tokens` tokens.
+        noise_visit: names the noise in place of `visit`, for research into noise that is reused across epochs: the law of such
+            a response leans to what was reinforced since, see the option `reuse_noise_across_epochs`. None: `visit`.
     """
 
     prompt: Prompt
@@ -98,6 +100,7 @@ class Request:
     group_id: int
     max_new_tokens: int
     forced_length: bool = False
+    noise_visit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Rollout:
         sampling: the law's parameters.
         accept_passes: speculative verify passes this row took part in.
         accept_tokens: tokens those passes committed; `accept_length` is their ratio.
+        noise_visit: as in `Request`: where it is not None and not `visit`, this is no independent sample of the policy.
     """
 
     prompt_id: int
@@ -130,6 +134,7 @@ class Rollout:
     sampling: SamplingParams
     accept_passes: int = 0
     accept_tokens: int = 0
+    noise_visit: int | None = None
 
     def __post_init__(self):
         n, r = self.prompt_length + self.response_length, self.response_length
@@ -150,6 +155,11 @@ class Rollout:
     @property
     def response_ids(self) -> np.ndarray:
         return self.token_ids[self.prompt_length :]
+
+    @property
+    def noise_reused(self) -> bool:
+        """Whether an earlier visit had the same noise."""
+        return self.noise_visit is not None and self.noise_visit != self.visit
 
     @property
     def truncated(self) -> bool:

@@ -12,9 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from adrl_jax.bandit.base import Bandit
-from adrl_jax.bandit.beg import beg
+from adrl_jax.bandit.base import Bandit, signature
+from adrl_jax.bandit.beg import beg, beg_static
+from adrl_jax.bandit.exp3 import exp3
 from adrl_jax.bandit.fixed import fixed
+from adrl_jax.bandit.goodput import goodput
+from adrl_jax.bandit.thompson import thompson
+from adrl_jax.bandit.ucb import ucb
+from adrl_jax.drafter import checkpoint as saved_drafter
 from adrl_jax.learner import advantages, packing, supervised
 from adrl_jax.learner.optimizer import make_optimizer
 from adrl_jax.learner.update import LearnerState, data_mesh, init_state, make_update
@@ -29,6 +34,9 @@ from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.parts import Parts
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.history import History
+from adrl_jax.speculation.history_store import HistoryStore
+from adrl_jax.speculation.merged import Merged
 from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
@@ -99,19 +107,32 @@ def _load(source: str) -> weights.Model:
     return weights.load_named(source) if source in weights.NAMED else weights.load(source)
 
 
-def drafters(c: Config, target: Policy) -> tuple[dict[str, Drafter], dict[str, Any]]:
+def trained_drafter(c: Config, target: Policy) -> Eagle | None:
+    """The drafter that learns along with the policy, where a strategy uses it, alone or merged."""
+    if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
+        return None
+    return saved_drafter.load(c.drafter.path, target.config)[0] if c.drafter.path else Eagle(target.config)
+
+
+def drafters(c: Config, target: Policy, eagle: Eagle | None) -> tuple[dict[str, Drafter], dict[str, Any]]:
     """The drafters that the strategies name, and the served weights of those that are not trained here."""
     names = {s.drafter for s in rules.strategies(c) if s.speculates}
     found: dict[str, Drafter] = {}
     served: dict[str, Any] = {}
+    d = c.drafter
     if "ngram" in names:
-        found["ngram"] = Ngram(c.drafter.ngram_max, c.drafter.ngram_min)
+        found["ngram"] = Ngram(d.ngram_max, d.ngram_min)
+    history = History(d.history_reference, d.history_max, d.history_min, positional=c.sampling.reuse_noise_across_epochs)
+    if "history" in names:
+        found["history"] = history
     if "eagle" in names:
-        found["eagle"] = Eagle(target.config)
+        found["eagle"] = eagle
+    if "merged" in names:
+        found["merged"] = Merged(history, eagle, d.merged_min_match)
     if "model" in names:
-        small = _load(c.drafter.model)
+        small = _load(d.model)
         if small.tokenizer is None:
-            raise ConfigError(f"drafter.model={c.drafter.model!r} has no tokenizer beside its weights")
+            raise ConfigError(f"drafter.model={d.model!r} has no tokenizer beside its weights")
         check_compatible(target.tokenizer, small.tokenizer, target.config.vocab_size, small.config.vocab_size)
         small_config = dataclasses.replace(small.config, dtype=c.model.dtype)
         found["model"] = ModelDrafter(small_config, target.config.vocab_size)
@@ -119,11 +140,33 @@ def drafters(c: Config, target: Policy) -> tuple[dict[str, Drafter], dict[str, A
     return found, served
 
 
+def history_store(c: Config) -> HistoryStore | None:
+    """Earlier responses, where a strategy looks things up in them."""
+    if not any(s.drafter in ("history", "merged") for s in rules.strategies(c)):
+        return None
+    d = c.drafter
+    per_text = max(c.train.max_new_tokens // 8, 1)  # a bound on how many texts there are, for short ones
+    return HistoryStore(
+        max_tokens=d.history_tokens,
+        max_texts=max(d.history_tokens // per_text, 1),
+        max_responses=d.history_responses,
+        context=d.history_max,
+    )
+
+
 def bandit(c: Config) -> Bandit:
-    strategies = rules.strategies(c)
-    if c.bandit.name == "fixed":
-        return fixed(c.rollout.strategies.index(c.bandit.arm), len(strategies))
-    return beg(strategies, rules.thresholds(c), c.bandit.epsilon, c.bandit.window)
+    """The controller that the settings name."""
+    arms, batches, b = rules.strategies(c), rules.batch_buckets(c), c.bandit
+    makers: dict[str, Callable[[], Bandit]] = {
+        "goodput": lambda: goodput(arms, batches, exploration=b.exploration),
+        "beg": lambda: beg(arms, rules.thresholds(c), b.epsilon, b.window),
+        "beg_static": lambda: beg_static(arms, rules.thresholds(c)),
+        "ucb": lambda: ucb(arms, batches, window=b.window),
+        "thompson": lambda: thompson(arms, batches),
+        "exp3": lambda: exp3(arms, batches),
+        "fixed": lambda: fixed(c.rollout.strategies.index(b.arm), len(arms)),
+    }
+    return makers[b.name]()
 
 
 def row_lengths(longest: int) -> tuple[int, ...]:
@@ -186,12 +229,13 @@ def init_learner(
     """Fresh weights with the optimizer of the first phase, placed as updates return them (else the second step, whose
     inputs are placed otherwise than the first one's, would compile anew)."""
     optimizer = make_optimizer(resolve.warm_optimizer_config(c) if warm else resolve.optimizer_config(c))
+    path = c.drafter.path
     key = jax.random.fold_in(jax.random.key(c.seed), 1)
 
     def init() -> LearnerState:
         extra: dict[str, Any] = {}
         if eagle is not None:
-            extra["drafter_params"] = eagle.init_params(key)
+            extra["drafter_params"] = saved_drafter.load(path, eagle.config)[1] if path else eagle.init_params(key)
             extra["drafter_optimizer"] = make_optimizer(resolve.drafter_optimizer_config(c))
         return on_mesh(init_state(target.make(), optimizer, **extra), mesh)
 
@@ -286,7 +330,8 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     check_prompts(c, "train", train[: c.task.train_prompts])
     check_prompts(c, "test", eval_prompts)
 
-    found, served = drafters(c, target)
+    eagle = trained_drafter(c, target)
+    found, served = drafters(c, target, eagle)
     eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
     engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
     mesh, pack = data_mesh(c.learner.devices), packer(c, target.config)
@@ -295,7 +340,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         valid_vocab=valid_vocab,
         remat=c.learner.remat,
         drafter=resolve.drafter_loss_config(c),
-        drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if "eagle" in found else None,
+        drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
     )
     optimizer = make_optimizer(resolve.optimizer_config(c))
     warm = c.warm_start.steps > 0
@@ -311,7 +356,9 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         engine=engine,
         strategies=strategies,
         bandit=bandit(c),
-        init_learner=init_learner(c, target, found.get("eagle"), warm, mesh),
+        controller=signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c)),
+        history=history_store(c),
+        init_learner=init_learner(c, target, eagle, warm, mesh),
         advantage=_ADVANTAGES[c.learner.advantage],
         pack=pack,
         update=make_update(

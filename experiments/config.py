@@ -25,7 +25,8 @@ from experiments import rules, schema
 from experiments.schema import option
 
 VERIFICATIONS = ("coupled", "rejection")
-BANDITS = ("beg", "fixed")
+BANDITS = ("goodput", "beg", "beg_static", "ucb", "thompson", "exp3", "fixed")
+ADMISSIONS = ("arrival", "longest_first")
 TASKS = ("division", "arithmetic", "gsm8k")
 
 
@@ -99,6 +100,11 @@ class Sampling:
     top_k: int = option(0, "keep the k likeliest tokens; 0 keeps all", low=0)
     top_p: float = option(1.0, "keep the smallest set of this mass; 1 keeps all", above=0, high=1)
     min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0 keeps all", low=0, below=1)
+    reuse_noise_across_epochs: bool = option(
+        False,
+        "a prompt's samples get the noise of its first visit again, so history drafts hold unless the policy changed. Biased "
+        "towards what was reinforced: once the policy was trained on a response, its noise is no longer fresh. For research",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +125,9 @@ class Rollout:
 
     strategies: tuple[str, ...] = option(
         ("off", "ngram-d4", "eagle-d2", "eagle-d4", "eagle-d6"),
-        "arms, each `off` or `<drafter>-d<depth>` with a drafter of " + ", ".join(rules.DRAFTERS) + "; `off` must be one",
+        "arms, each `off`, `<drafter>-d<depth>` or a tree `eagle-d<depth>-w<width>-v<verify tokens>`, with a drafter of "
+        + ", ".join(rules.DRAFTERS)
+        + "; `off` must be one",
     )
     verification: str = option(
         "coupled", "`coupled`: the same tokens as without speculation; `rejection`: the same law", choices=VERIFICATIONS
@@ -130,6 +138,15 @@ class Rollout:
     )
     cache_bucket: int = option(64, "cache capacities are multiples of this many tokens", low=1)
     rounds_per_launch: int = option(16, "decode rounds between two looks of the host", low=1)
+    admission: str = option(
+        "arrival",
+        "order in which requests get a row: `arrival`, or `longest_first` by the lengths their prompts had before",
+        choices=ADMISSIONS,
+    )
+    prefill_bucket: int = option(32, "prompts are padded to multiples of this many tokens", low=1)
+    prefill_chunk: int = option(
+        0, "longest piece of a prompt computed between two launches; 0: the whole prompt at once", low=0
+    )
     replay_arms: str = option("", "arms.jsonl of an earlier run, whose choices are repeated instead of asking the bandit")
 
 
@@ -138,14 +155,25 @@ class Bandit:
     """Who picks the strategy of the next launch."""
 
     name: str = option(
-        "beg", "`beg`: bucketed epsilon-greedy over measured tokens per second; `fixed`: always `arm`", choices=BANDITS
+        "goodput",
+        "`goodput`: acceptance learnt once for all arms, times measured latencies; `beg`: TLT's bucketed epsilon-greedy; "
+        "`beg_static`: the same as published code ships it; `ucb`, `thompson`, `exp3`: over tokens per second; "
+        "`fixed`: always `arm`",
+        choices=BANDITS,
     )
     arm: str = option("off", "the strategy that `fixed` runs; one of rollout.strategies")
     thresholds: tuple[int, ...] = option(
-        (), "first batch size of each bucket, starting at 1, one for each distinct depth. Empty: 1, 3, 6, 12, …", low=1
+        (),
+        "beg: first batch size of each bucket, starting at 1, one for each distinct number of verify tokens. "
+        "Empty: 1, 3, 6, 12, …",
+        low=1,
     )
-    epsilon: float = option(0.1, "share of launches that try a random arm", low=0, high=1)
-    window: int = option(64, "launches remembered for each arm and bucket", low=1)
+    epsilon: float = option(0.1, "beg: share of launches that try a random arm", low=0, high=1)
+    window: int = option(64, "beg: launches remembered for each arm and bucket; ucb: for each bucket", low=1)
+    exploration: float = option(0.005, "goodput: share of the time that exploration may be expected to lose", low=0, below=1)
+    reset: bool = option(
+        False, "on resume, start afresh where the saved controller chose among other arms, instead of refusing"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +188,15 @@ class Drafter:
     token_weight: float = option(0.1, "weight of the soft cross-entropy on token laws", low=0)
     ngram_max: int = option(3, "longest suffix that prompt lookup searches for", low=1)
     ngram_min: int = option(1, "shortest suffix that prompt lookup searches for; at most ngram_max", low=1)
+    path: str = option(
+        "", "folder of experiments.drafter_warmup: the eagle drafter starts from its weights, not from random ones"
+    )
+    history_max: int = option(8, "longest suffix that history searches for", low=1)
+    history_min: int = option(2, "shortest suffix that history searches for; at most history_max", low=1)
+    history_reference: int = option(1024, "tokens of earlier responses that a row can look things up in", low=1)
+    history_tokens: int = option(1 << 20, "tokens of earlier responses kept altogether; the oldest go first", low=1)
+    history_responses: int = option(16, "earlier responses kept of one prompt", low=1)
+    merged_min_match: int = option(4, "merged: looked-up drafts are taken where at least this many tokens match", low=1)
     model: str = option("", "weights of the independent draft model, where a strategy uses it: `smollm2` or a path")
 
 

@@ -53,6 +53,9 @@ def engine_config(c: Config, eos_ids: tuple[int, ...], valid_vocab: int) -> Engi
         cache_bucket=r.cache_bucket,
         rounds_per_launch=r.rounds_per_launch,
         verification=r.verification,
+        prefill_bucket=r.prefill_bucket,
+        prefill_chunk=r.prefill_chunk or None,
+        admission=r.admission,
     )
 
 
@@ -99,7 +102,7 @@ def drafter_optimizer_config(c: Config) -> OptimizerConfig:
 
 def drafter_loss_config(c: Config) -> DrafterLossConfig | None:
     """None where no strategy uses the trained drafter."""
-    if not any(s.drafter == "eagle" for s in rules.strategies(c)):
+    if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
         return None
     return DrafterLossConfig(c.drafter.feature_weight, c.drafter.token_weight)
 
@@ -112,6 +115,8 @@ def loop_config(c: Config) -> LoopConfig:
         group_size=c.train.group_size,
         max_new_tokens=c.train.max_new_tokens,
         sampling=sampling(c),
+        reuse_noise=c.sampling.reuse_noise_across_epochs,
+        reset_bandit=c.bandit.reset,
         minibatches=c.learner.minibatches,
         warm_steps=c.warm_start.steps,
         evaluate_every=c.evaluation.every,

@@ -1,31 +1,45 @@
 """Rules between fields of a training config. Each names the field to change, its value, and what would be legal."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 from adrl_jax.speculation.strategy import OFF, Strategy
 from experiments.schema import ConfigError, require
 
-DRAFTERS = ("ngram", "eagle", "model")
+DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
+TREE_DRAFTERS = ("eagle",)
+LEARNED = ("eagle", "merged")  # strategies that draft with the trained eagle drafter
 NEEDS_PATH = ("gsm8k",)
 HAS_WORKED_EXAMPLES = ("division",)
 
 
+_STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)(-w(?P<width>\d+)-v(?P<verify>\d+))?")
+
+
 def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
-    """`off` or `<drafter>-d<depth>` as a `Strategy`.
+    """`off`, `<drafter>-d<depth>`, or a tree `<drafter>-d<depth>-w<width>-v<verify tokens>`, as a `Strategy`.
 
     Raises:
         ConfigError: anything else.
     """
     if text == OFF.name:
         return OFF
-    drafter, _, depth = text.rpartition("-d")
-    if drafter not in DRAFTERS or not depth.isdigit() or int(depth) < 1:
+    parts = _STRATEGY.fullmatch(text)
+    if parts is None or parts["drafter"] not in DRAFTERS or int(parts["depth"]) < 1:
         raise ConfigError(
-            f"{field}={text!r} is not legal: write off or <drafter>-d<depth>, drafter one of {', '.join(DRAFTERS)}"
+            f"{field}={text!r} is not legal: write off, <drafter>-d<depth> or <drafter>-d<depth>-w<width>-v<verify tokens>, "
+            f"drafter one of {', '.join(DRAFTERS)}"
         )
-    return Strategy(drafter, int(depth))
+    if parts["width"] is None:
+        return Strategy(parts["drafter"], int(parts["depth"]))
+    if parts["drafter"] not in TREE_DRAFTERS:
+        raise ConfigError(f"{field}={text!r}: trees are drafted by {', '.join(TREE_DRAFTERS)} only")
+    try:
+        return Strategy(parts["drafter"], int(parts["depth"]), int(parts["width"]), int(parts["verify"]))
+    except ValueError as error:
+        raise ConfigError(f"{field}={text!r}: {error}") from None
 
 
 def strategies(c: Any) -> tuple[Strategy, ...]:
@@ -42,7 +56,7 @@ def batch_buckets(c: Any) -> tuple[int, ...]:
 
 
 def thresholds(c: Any) -> tuple[int, ...]:
-    """First batch size of each bandit bucket: as given, or 1, 3, 6, 12, … one for each distinct depth."""
+    """First batch size of each bandit bucket: as given, or 1, 3, 6, 12, … one for each distinct number of verify tokens."""
     groups = max(1, len({s.verify_tokens for s in strategies(c) if s.speculates}))
     return c.bandit.thresholds or (1, *(3 * 2**i for i in range(groups - 1)))
 
@@ -163,6 +177,29 @@ def _check_rollout(c: Any) -> None:
     )
     replay = c.rollout.replay_arms
     require(not replay or Path(replay).is_file(), "rollout.replay_arms", replay, "no such file")
+    chunk, bucket = c.rollout.prefill_chunk, c.rollout.prefill_bucket
+    require(chunk % bucket == 0, "rollout.prefill_chunk", chunk, f"0, or a multiple of rollout.prefill_bucket={bucket}")
+    looks_up = any(s.drafter in ("history", "merged") for s in arms)
+    require(
+        looks_up or not c.sampling.reuse_noise_across_epochs,
+        "sampling.reuse_noise_across_epochs",
+        c.sampling.reuse_noise_across_epochs,
+        "it helps only a `history` or `merged` arm in rollout.strategies",
+    )
+    d = c.drafter
+    require(
+        d.history_min <= d.history_max, "drafter.history_min", d.history_min, f"at most drafter.history_max={d.history_max}"
+    )
+    require(
+        d.merged_min_match <= d.history_max,
+        "drafter.merged_min_match",
+        d.merged_min_match,
+        f"at most drafter.history_max={d.history_max}",
+    )
+    learned = any(s.drafter in LEARNED for s in arms)
+    require(
+        learned or not d.path, "drafter.path", d.path, "set it only where rollout.strategies has an `eagle` or `merged` arm"
+    )
 
 
 def _check_bandit(c: Any) -> None:

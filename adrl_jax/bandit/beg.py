@@ -12,20 +12,13 @@ Letters: `K` buckets, `A` arms, `W` window.
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adrl_jax.bandit.base import Bandit, checked
-
-
-class HasVerifyTokens(Protocol):
-    """The part of a strategy that the grouping reads. A depth of 0 means no speculation."""
-
-    depth: int
-    verify_tokens: int | None
+from adrl_jax.bandit.base import Arm, Bandit, checked, off_arm, report_depth, tokens_to_verify
 
 
 class BegState(NamedTuple):
@@ -44,23 +37,14 @@ class BegState(NamedTuple):
     clock: jax.Array
 
 
-def tokens_to_verify(strategy: HasVerifyTokens) -> int:
-    """Tokens a row sends through the target in one verify pass, the last committed one included."""
-    return strategy.depth + 1 if strategy.verify_tokens is None else strategy.verify_tokens
-
-
-def bucket_table(strategies: Sequence[HasVerifyTokens], thresholds: Sequence[int]) -> np.ndarray:
+def bucket_table(strategies: Sequence[Arm], thresholds: Sequence[int]) -> np.ndarray:
     """Which arms may run in which bucket: bool `[K, A]`.
 
     Raises:
         ValueError: no arm or more than one arm without speculation; `thresholds` does not start at 1, does not increase, or
             is not as long as the number of distinct `verify_tokens` (one bucket if nothing speculates).
     """
-    off = [i for i, s in enumerate(strategies) if s.depth == 0]
-    if len(off) != 1:
-        raise ValueError(
-            f"strategies must contain exactly one without speculation (depth 0), got {len(off)} of {len(strategies)}"
-        )
+    off = off_arm(strategies)
     thresholds = list(thresholds)
     if not thresholds or thresholds[0] != 1 or any(a >= b for a, b in itertools.pairwise(thresholds)):
         raise ValueError(f"thresholds={thresholds!r} must start at 1 and increase, so that every batch size has its bucket")
@@ -71,7 +55,7 @@ def bucket_table(strategies: Sequence[HasVerifyTokens], thresholds: Sequence[int
             f"of which the strategies have {len(groups)}: {groups}"
         )
     table = np.zeros((len(thresholds), len(strategies)), bool)
-    table[:, off[0]] = True
+    table[:, off] = True
     for arm, strategy in enumerate(strategies):
         if strategy.depth > 0:
             table[groups.index(tokens_to_verify(strategy)), arm] = True
@@ -79,7 +63,7 @@ def bucket_table(strategies: Sequence[HasVerifyTokens], thresholds: Sequence[int
 
 
 def beg(
-    strategies: Sequence[HasVerifyTokens],
+    strategies: Sequence[Arm],
     thresholds: Sequence[int],
     epsilon: float = 0.1,
     window: int = 300,
@@ -115,8 +99,8 @@ def beg(
             jnp.zeros((buckets,), jnp.int32),
         )
 
-    def select(state, key, running):
-        k = bucket_of(running, thresholds)
+    def select(state, key, context):
+        k = bucket_of(context.running, thresholds)
         candidates = jnp.asarray(table)[k]
         values = _medians(state, k, max_age)
         untried = candidates & jnp.isnan(values)
@@ -127,17 +111,64 @@ def beg(
         chosen = jnp.where(explore, uniform, best)
         return jnp.where(untried.any(), jnp.argmax(untried), chosen).astype(jnp.int32)
 
-    def update(state, arm, running, tokens, seconds):
-        k = bucket_of(running, thresholds)
+    def update(state, report):
+        k, arm = bucket_of(report.running, thresholds), report.arm
         slot = state.count[k, arm] % window
         return BegState(
-            state.rewards.at[k, arm, slot].set(tokens / seconds),
+            state.rewards.at[k, arm, slot].set(report.tokens / report.seconds),
             state.stamps.at[k, arm, slot].set(state.clock[k]),
             state.count.at[k, arm].add(1),
             state.clock.at[k].add(1),
         )
 
-    return checked(Bandit(init, select, update), arms)
+    return checked(Bandit(init, select, update), arms, report_depth(strategies))
+
+
+class BegStaticState(NamedTuple):
+    """Attributes:
+    calm: int32 `[]`, verify passes in a row with at most `off_above` requests running.
+    """
+
+    calm: jax.Array
+
+
+def beg_static(strategies: Sequence[Arm], thresholds: Sequence[int], off_above: int | None = 32, patience: int = 10) -> Bandit:
+    """The rule as TLT's published code ships it: one strategy a bucket, so that nothing is explored or learnt.
+
+    Bucket `i` always runs the first listed strategy of the `i`-th largest group, and no speculation while more than `off_above`
+    requests run or ran within the last `patience` verify passes.
+
+    Args:
+        strategies, thresholds: as for `beg`.
+        off_above: most requests that are speculated for; None has no limit and no patience.
+        patience: verify passes with few enough requests before speculation starts.
+
+    Raises:
+        ValueError: a value out of range, or thresholds that do not fit the strategies (`bucket_table`).
+    """
+    if off_above is not None and off_above < 0:
+        raise ValueError(f"off_above={off_above!r} must be at least 0, or None for no limit")
+    if patience < 0:
+        raise ValueError(f"patience={patience!r} must be at least 0")
+    table, off = bucket_table(strategies, thresholds), off_arm(strategies)
+    speculative = np.where(np.arange(len(strategies)) == off, False, table)
+    chosen = np.where(speculative.any(1), speculative.argmax(1), off)
+
+    def init():
+        return BegStaticState(jnp.int32(0))
+
+    def select(state, key, context):
+        del key
+        arm = jnp.asarray(chosen, jnp.int32)[bucket_of(context.running, thresholds)]
+        if off_above is None:
+            return arm
+        return jnp.where((context.running > off_above) | (state.calm < patience), off, arm).astype(jnp.int32)
+
+    def update(state, report):
+        few = True if off_above is None else report.running <= off_above
+        return BegStaticState(jnp.where(few, jnp.minimum(state.calm + report.rounds, patience), 0).astype(jnp.int32))
+
+    return checked(Bandit(init, select, update), len(strategies), report_depth(strategies))
 
 
 def bucket_of(running: jax.Array | int, thresholds: Sequence[int]) -> jax.Array:

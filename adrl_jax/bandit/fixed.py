@@ -33,12 +33,12 @@ def fixed(arm: int, num_arms: int | None = None) -> Bandit:
     def init():
         return FixedState(jnp.zeros((), jnp.int32))
 
-    def select(state, key, running):
-        del state, key, running
+    def select(state, key, context):
+        del state, key, context
         return jnp.int32(arm)
 
-    def update(state, arm, running, tokens, seconds):
-        del arm, running, tokens, seconds
+    def update(state, report):
+        del report
         return FixedState(state.reports + 1)
 
     return checked(Bandit(init, select, update), num_arms)

@@ -2,25 +2,30 @@
 
 At every target (a response token), with h the policy's hidden state that predicts it and f the drafter's prediction of h,
 
-    feature_weight * smooth_l1(f, h) + token_weight * cross_entropy(law(h), law(f)),
+    feature_weight * smooth_l1(f, h) + token_weight * cross_entropy(law(h), law(f)) + overlap_weight * TV(law(h), law(f)),
 
-where both laws are the policy's own projection at the sampling temperature: what acceptance is decided on. Nothing of the
+where both laws are the policy's own projection at the sampling temperature: what acceptance is decided on. With `depths` > 1
+the same is asked of predictions that were fed back (see `unroll`), depth d with weight `depth_decay` ** (d - 1). Nothing of the
 policy is trained here. First response tokens of siblings share one hidden state and count once each, exactly as if each
 sequence had been packed with a prompt of its own.
+
+A drafter with a draft vocabulary (`draft_ids` among its parameters) is compared on those ids only, which costs V' / V of the
+time; the policy's law keeps the mass that it has elsewhere.
 
 Shapes: `M` rows, `T` tokens, `U` targets a row (in the inner functions: all of them in one vector), `H` hidden size.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.learner.attention import Reach, packed_attention
+from adrl_jax.drafter.law_loss import LawLoss, law_loss
+from adrl_jax.drafter.unroll import guesses
+from adrl_jax.learner.attention import Reach
 from adrl_jax.learner.forward import Forward, ForwardConfig, source_hidden
-from adrl_jax.learner.log_probs import block_logits, blocks, columns, default_block, head_matrix
+from adrl_jax.learner.log_probs import head_matrix
 from adrl_jax.learner.losses import Loss
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.speculation import eagle
@@ -29,22 +34,32 @@ from adrl_jax.types import PackedBatch
 
 @dataclasses.dataclass(frozen=True)
 class DrafterLossConfig:
-    """Weights of the two parts.
+    """Weights of the parts.
 
     Attributes:
         feature_weight: of smooth L1 between predicted and true hidden states, mean over H.
         token_weight: of the cross-entropy of the drafter's law against the policy's, nats.
+        overlap_weight: of the total variation distance between the two.
+        depths: draft depths that are trained; 1 trains on true hidden states alone.
+        depth_decay: each further depth counts this times the one before.
     """
 
     feature_weight: float = 1.0
     token_weight: float = 0.1
+    overlap_weight: float = 0.0
+    depths: int = 1
+    depth_decay: float = 0.8
 
     def __post_init__(self):
-        for name in ("feature_weight", "token_weight"):
+        for name in ("feature_weight", "token_weight", "overlap_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be finite and >= 0")
-        if not (self.feature_weight or self.token_weight):
-            raise ValueError("feature_weight and token_weight are both 0: there would be nothing to train on")
+        if not (self.feature_weight or self.token_weight or self.overlap_weight):
+            raise ValueError("feature_weight, token_weight and overlap_weight are all 0: there would be nothing to train on")
+        if not isinstance(self.depths, int) or isinstance(self.depths, bool) or self.depths < 1:
+            raise ValueError(f"depths={self.depths!r} must be an integer >= 1")
+        if not 0 < self.depth_decay <= 1:
+            raise ValueError(f"depth_decay={self.depth_decay!r} must be in (0, 1]")
 
 
 def smooth_l1(predicted: jax.Array, target: jax.Array) -> jax.Array:
@@ -63,113 +78,62 @@ def packed_drafter_loss(
     batch: PackedBatch,
     reach: Reach | None = None,
 ) -> Loss:
-    """The loss of packed rows; its sums are `feature_loss`, `token_loss` and `agreement`.
+    """The loss of packed rows.
 
-    `agreement` is sum_v min(p, q), the best acceptance any verification could reach on these positions.
+    Its sums are those of depth 1, `feature_loss`, `token_loss` and `agreement` (sum_v min(p, q), the best acceptance any
+    verification could reach on these places), and for each further depth d `agreement_d` and `targets_d`, over how many targets
+    that is: a draft of depth d needs d - 1 response tokens before it.
+
+    Args:
+        drafter_params: with `draft_ids` where the drafter has a draft vocabulary. Differentiate `eagle.split(…)[0]` only.
+        out: of the policy's pass; `log_probs` must be those of `forward_config`'s law (they tell its normaliser).
     """
     params = jax.lax.stop_gradient(params)
     hidden = jax.lax.stop_gradient(out.hidden)
-    segments = eagle.entry_segments(batch.segment_ids)
-    predicted = eagle.packed_forward(
-        drafter_params,
-        params,
-        model_config,
-        hidden,
-        batch.token_ids,
-        batch.positions,
-        packed_attention(segments, batch.branch_ids, batch.positions, reach=reach),
-        sources=eagle.packed_sources(batch.token_ids.shape[1], batch.source_index, batch.target_index, batch.target_mask),
-    )
-    true, guess = source_hidden(hidden, batch), source_hidden(predicted, batch)
-    # A prompt of one token has no entry before its response; such a first token is no lesson.
-    usable = batch.target_mask & (jnp.take_along_axis(segments, batch.source_index, axis=1) != 0)
+    guess, usable = guesses(drafter_params, params, model_config, hidden, batch, config.depths, reach)
+    true = source_hidden(hidden, batch)
     feature = smooth_l1(guess, true)
-    flat = (-1, hidden.shape[-1])
-    token, agreement = soft_cross_entropy(
-        params,
-        true.reshape(flat),
-        guess.reshape(flat),
-        forward_config.temperature,
-        valid_vocab=forward_config.valid_vocab,
-        vocab_block=forward_config.vocab_block,
-    )
-    token, agreement = token.reshape(usable.shape), agreement.reshape(usable.shape)
-    each = config.feature_weight * feature + config.token_weight * token
+    laws = _compare(config, drafter_params, params, forward_config, out, batch, true, guess)
+    each = config.feature_weight * feature + laws.value
+    weights = config.depth_decay ** jnp.arange(config.depths, dtype=jnp.float32)
 
     def total(x):
-        return jnp.sum(jnp.where(usable, x, 0.0))
+        return jnp.sum(jnp.where(usable, x, 0.0), axis=(1, 2))
 
-    sums = {"feature_loss": total(feature), "token_loss": total(token), "agreement": total(agreement)}
-    return Loss(total(each), jnp.sum(usable, dtype=jnp.float32), jax.lax.stop_gradient(sums), {})
-
-
-def soft_cross_entropy(
-    params: Any,
-    true: jax.Array,
-    guess: jax.Array,
-    temperature: float,
-    *,
-    valid_vocab: int | None = None,
-    vocab_block: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """-sum_v p log q with p, q the laws of `true` and `guess`, `[U, H]` each; differentiable in `guess` alone.
-
-    No logits of the whole vocabulary are held. Since nothing but `guess` is trained, its gradient is a vector a position
-    times the incoming scalar, so it is computed along with the value and the backward pass is one multiplication.
-
-    Returns:
-        cross-entropy (nats) and sum_v min(p, q), float32 `[U]` each.
-    """
-    matrix, by_row = head_matrix(params)
-    vocab = matrix.shape[0] if by_row else matrix.shape[1]
-    valid = vocab if valid_vocab is None else valid_vocab
-    block = default_block(guess.shape[0]) if vocab_block is None else vocab_block
-    return _soft_cross_entropy((by_row, valid, min(block, valid), 1.0 / temperature), matrix, true, guess)
+    counts = jnp.sum(usable, axis=(1, 2), dtype=jnp.float32)
+    overlap = total(laws.overlap)
+    sums = {"feature_loss": total(feature)[0], "token_loss": total(laws.cross_entropy)[0], "agreement": overlap[0]}
+    for i in range(1, config.depths):
+        sums |= {f"agreement_{i + 1}": overlap[i], f"targets_{i + 1}": counts[i]}
+    return Loss(jnp.sum(weights * total(each)), counts[0], jax.lax.stop_gradient(sums), {})
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _soft_cross_entropy(static, matrix, true, guess):
-    return _forward(static, matrix, true, guess)[0]
-
-
-def _normaliser(static, matrix, hidden):
-    by_row, valid, block, scale = static
-    top, total = jnp.full(hidden.shape[0], -1e30), jnp.zeros(hidden.shape[0])
-    for start, stop in blocks(valid, block):
-        scores = block_logits(hidden, columns(matrix, by_row, start, stop), by_row, scale)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(scores - new_top[:, None]), axis=1)
-        top = new_top
-    return top + jnp.log(total)
-
-
-def _forward(static, matrix, true, guess):
-    by_row, valid, block, scale = static
-    log_p_total, log_q_total = _normaliser(static, matrix, true), _normaliser(static, matrix, guess)
-    value = overlap = jnp.zeros(guess.shape[0])
-    d_guess = jnp.zeros(guess.shape, jnp.float32)
-    for start, stop in blocks(valid, block):
-        part = columns(matrix, by_row, start, stop)
-        p = jnp.exp(block_logits(true, part, by_row, scale) - log_p_total[:, None])
-        log_q = block_logits(guess, part, by_row, scale) - log_q_total[:, None]
-        q = jnp.exp(log_q)
-        value -= jnp.sum(p * log_q, axis=1)
-        overlap += jnp.sum(jnp.minimum(p, q), axis=1)
-        part = part.astype(guess.dtype)
-        d_guess += jnp.matmul(
-            ((q - p) * scale).astype(guess.dtype), part if by_row else part.T, preferred_element_type=jnp.float32
+def _compare(config, drafter_params, params, forward_config, out, batch, true, guess) -> LawLoss:
+    """`law_loss` of all targets, `[D, M, U]` each."""
+    depths, *shape, width = guess.shape
+    flat, temperature = true.reshape(-1, width), forward_config.temperature
+    weights = {"token_weight": config.token_weight, "overlap_weight": config.overlap_weight}
+    if eagle.DRAFT_IDS in drafter_params:
+        # The policy's log-probs were computed by its own pass: log p = logit / temperature - log of the normaliser.
+        rows = eagle.head_rows(params, batch.target_ids.reshape(-1))
+        logit = jnp.sum(flat.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
+        log_total = logit / temperature - out.log_probs.reshape(-1)
+        # Padding has no law; mass 0 keeps its numbers finite.
+        log_total = jnp.where(batch.target_mask.reshape(-1), log_total, 1e30)
+        matrix = eagle.head_rows(params, drafter_params[eagle.DRAFT_IDS])
+        laws = law_loss(
+            matrix, flat, guess.reshape(depths, -1, width), temperature, log_total=jax.lax.stop_gradient(log_total), **weights
         )
-    return (value, overlap), d_guess
-
-
-def _soft_cross_entropy_fwd(static, matrix, true, guess):
-    out, d_guess = _forward(static, matrix, true, guess)
-    return out, (d_guess, jnp.zeros((), guess.dtype))
-
-
-def _soft_cross_entropy_bwd(static, saved, cotangents):
-    d_guess, like = saved
-    return None, None, (cotangents[0][:, None] * d_guess).astype(like.dtype)
-
-
-_soft_cross_entropy.defvjp(_soft_cross_entropy_fwd, _soft_cross_entropy_bwd)
+    else:
+        matrix, by_row = head_matrix(params)
+        laws = law_loss(
+            matrix,
+            flat,
+            guess.reshape(depths, -1, width),
+            temperature,
+            by_row=by_row,
+            valid_vocab=forward_config.valid_vocab,
+            vocab_block=forward_config.vocab_block,
+            **weights,
+        )
+    return jax.tree.map(lambda x: x.reshape(depths, *shape), laws)

@@ -5,12 +5,16 @@ Shapes: `B` rows, `S` capacity in tokens, `T` fresh tokens, `N` query heads, `K`
 Nothing is ever removed from a row: rejected entries are overwritten by the next write, and keys at positions the query
 may not see are masked. Writes past the capacity would be slid back silently by XLA; callers must refuse them on the host
 (`check_capacity`).
+
+The nodes of a draft tree are not written to the cache: several share a position. They lie beside it in a small `TreeCache`,
+and `commit_path` writes those of the path that stands.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adrl_jax.models.families import ModelConfig
 
@@ -70,16 +74,9 @@ def cached_attention(positions: jax.Array):
     start = positions[:, 0]
 
     def attend(q, k, v, *, layer, window, cache):
-        keys = jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f, (0, 0, s)))(
-            cache.keys[layer], k.transpose(0, 2, 3, 1), start
-        )
-        values = jax.vmap(lambda b, f, s: jax.lax.dynamic_update_slice(b, f, (0, s, 0)))(
-            cache.values[layer], v.swapaxes(1, 2), start
-        )
-        cache = KVCache(
-            cache.keys[:layer] + (keys,) + cache.keys[layer + 1 :],
-            cache.values[:layer] + (values,) + cache.values[layer + 1 :],
-        )
+        keys = _write(cache.keys[layer], k.transpose(0, 2, 3, 1), start, 3)
+        values = _write(cache.values[layer], v.swapaxes(1, 2), start, 2)
+        cache = _with_layer(cache, layer, keys, values)
         return masked_attention(q, keys, values, _visible(positions, keys.shape[3], window)), cache
 
     return attend
@@ -91,6 +88,82 @@ def _visible(positions: jax.Array, capacity: int, window: int | None) -> jax.Arr
     if window is not None:
         seen &= slots > positions[..., None] - window
     return seen
+
+
+class TreeCache(NamedTuple):
+    """A cache that is only read, and the keys and values of up to `F` nodes of a tree.
+
+    Attributes:
+        past: capacity S.
+        fresh: capacity F, one slot a node.
+    """
+
+    past: KVCache
+    fresh: KVCache
+
+
+def tree_attention(positions: jax.Array, root: jax.Array, sees: jax.Array, fresh_positions: jax.Array, start: jax.Array):
+    """An `attend` for nodes of a tree: each sees what was committed, and its own ancestors.
+
+    Its cache is a `TreeCache`. Keys and values of the T nodes are written to the fresh slots `start …`.
+
+    Args:
+        positions: int32 `[B, T]`, each node's position in its own path.
+        root: int32 `[B]`, slots of `past` below it are committed.
+        sees: bool `[B, T, F]`, the node itself and its ancestors among the fresh slots.
+        fresh_positions: int32 `[B, F]`, for sliding layers.
+        start: int32 `[]`, the same in all rows, `start + T <= F`.
+    """
+    last_committed = jnp.broadcast_to(root[:, None] - 1, positions.shape)
+
+    def attend(q, k, v, *, layer, window, cache):
+        past, fresh = cache
+        keys = jax.lax.dynamic_update_slice(fresh.keys[layer], k.transpose(0, 2, 3, 1), (0, 0, 0, start))
+        values = jax.lax.dynamic_update_slice(fresh.values[layer], v.swapaxes(1, 2), (0, 0, start, 0))
+        committed = _visible(last_committed, past.capacity, None)
+        drafted = sees
+        if window is not None:
+            committed &= jnp.arange(past.capacity, dtype=jnp.int32) > positions[..., None] - window
+            drafted &= fresh_positions[:, None] > positions[..., None] - window
+        out = _attention(q, ((past.keys[layer], past.values[layer], committed), (keys, values, drafted)))
+        return out, TreeCache(past, _with_layer(fresh, layer, keys, values))
+
+    return attend
+
+
+def commit_path(cache: TreeCache, path: jax.Array, start: jax.Array) -> KVCache:
+    """`past` with the entries of a path at slots `start …`.
+
+    Args:
+        path: int32 `[B, P]`, fresh slots, root first.
+        start: int32 `[B]`; `start + P` must not pass the capacity in rows that matter.
+    """
+
+    def commit(past, fresh, axis):
+        at = path.reshape(path.shape[0], *[-1 if a == axis else 1 for a in range(1, 4)])
+        return _write(past, jnp.take_along_axis(fresh, at, axis=axis), start, axis)
+
+    past, fresh = cache
+    return KVCache(
+        tuple(commit(p, f, 3) for p, f in zip(past.keys, fresh.keys)),
+        tuple(commit(p, f, 2) for p, f in zip(past.values, fresh.values)),
+    )
+
+
+def _write(buffer: jax.Array, fresh: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+    """Row b of `fresh` written to row b of `buffer` from index `start[b]` of `axis` (of both) on."""
+
+    def write(b, f, s):
+        return jax.lax.dynamic_update_slice(b, f, [s if a == axis - 1 else 0 for a in range(b.ndim)])
+
+    return jax.vmap(write)(buffer, fresh, start)
+
+
+def _with_layer(cache: KVCache, layer: int, keys: jax.Array, values: jax.Array) -> KVCache:
+    return KVCache(
+        cache.keys[:layer] + (keys,) + cache.keys[layer + 1 :],
+        cache.values[:layer] + (values,) + cache.values[layer + 1 :],
+    )
 
 
 def masked_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
@@ -105,18 +178,31 @@ def masked_attention(q: jax.Array, keys: jax.Array, values: jax.Array, visible: 
     Returns:
         `[B, T, N, D]` in the dtype of `values`.
     """
+    return _attention(q, ((keys, values, visible),))
+
+
+def _attention(q: jax.Array, parts: tuple[tuple[jax.Array, jax.Array, jax.Array], ...]) -> jax.Array:
+    """`masked_attention` with one softmax over the tokens of several (keys, values, visible), which are never joined."""
     batch, length, heads, dim = q.shape
-    kv_heads, capacity = values.shape[1:3]
+    kv_heads = parts[0][1].shape[1]
     group = heads // kv_heads
     # One batch dimension and two-dimensional operands: with [B, K] as two batch dimensions, or with the query positions on
     # an axis of their own, XLA's CPU products take three times as long.
     q = q.reshape(batch, length, kv_heads, group, dim).swapaxes(1, 2).reshape(batch * kv_heads, length * group, dim)
-    keys = keys.reshape(batch * kv_heads, dim, capacity)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jax.lax.dot_general(q, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=wide)
-    scores = scores.reshape(batch, kv_heads, length, group, capacity)
-    scores = jnp.where(visible[:, None, :, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(batch * kv_heads, length * group, capacity)
-    values = values.reshape(batch * kv_heads, capacity, dim)
-    out = jax.lax.dot_general(weights, values, (((2,), (1,)), ((0,), (0,))))
+
+    def scores(keys, visible):
+        keys = keys.reshape(batch * kv_heads, dim, -1)
+        out = jax.lax.dot_general(q, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=wide)
+        out = out.reshape(batch, kv_heads, length, group, -1)
+        return jnp.where(visible[:, None, :, None], out, jnp.finfo(wide).min)
+
+    every = [scores(keys, visible) for keys, _, visible in parts]
+    weights = jax.nn.softmax(every[0] if len(parts) == 1 else jnp.concatenate(every, axis=-1), axis=-1)
+    ends = np.cumsum([x.shape[-1] for x in every])[:-1]
+    out = 0
+    for part, (_, values, _) in zip(jnp.split(weights, ends, axis=-1), parts):
+        part = part.astype(values.dtype).reshape(batch * kv_heads, length * group, -1)
+        values = values.reshape(batch * kv_heads, -1, dim)
+        out += jax.lax.dot_general(part, values, (((2,), (1,)), ((0,), (0,))))
     return out.reshape(batch, kv_heads, length, group, dim).swapaxes(1, 2).reshape(batch, length, heads, dim)

@@ -229,7 +229,8 @@ def engine_layout(params: Any, config: ModelConfig) -> Any:
 
     def served(tree):
         if not isinstance(tree, Mapping):
-            return jnp.array(tree, dtype=dtype, copy=True)
+            floating = jnp.issubdtype(tree.dtype, jnp.floating)  # ids are not rounded
+            return jnp.array(tree, dtype=dtype if floating else None, copy=True)
         out = {}
         for name, value in tree.items():
             if name in ("kernel", "head") and is_large(value):

@@ -1,7 +1,7 @@
-"""Which prompts go through the target together. Host code on numpy."""
+"""Which requests run next, and which prompts go through the target together. Host code on numpy."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -9,47 +9,109 @@ from adrl_jax.rollout.settings import EngineConfig, round_up
 from adrl_jax.types import Request
 
 
-class Part(NamedTuple):
-    """Prompts of one prefill program.
+@dataclasses.dataclass(eq=False)
+class Part:
+    """Prompts of one prefill, kept until every request that shares one of them has its row.
 
     Attributes:
-        token_ids: int32 `[P, W]`, padded at the end.
-        source: int32 `[B]`, for each row of the batch its prompt in this part (0 where it has none here).
-        taken: bool `[B]`, whether the row's prompt is in this part.
+        token_ids: int32 `[P, W]`, padded at the end. The last token of a prompt is left to the first decoding round.
+        keys: what each of the P prompts is known by in the queue.
+        done: how many of the W places have been through the target.
+        prefilled: what the target made of them so far.
     """
 
     token_ids: np.ndarray
-    source: np.ndarray
-    taken: np.ndarray
+    keys: tuple[bytes, ...]
+    done: int = 0
+    prefilled: object = None
+
+    @property
+    def ready(self) -> bool:
+        return self.done == self.token_ids.shape[1]
 
 
-def plan_prefill(requests: Sequence[Request], batch: int, config: EngineConfig) -> list[Part]:
-    """Splits the distinct prompts of a wave into parts of similar length, each prompt once.
+class Queue:
+    """Requests that have no row yet, in the order in which they get one.
 
-    A part has a power of two of prompts, so none is computed for nothing and few programs exist. Prompts are padded to the
-    longest of their part, in buckets. The last token of a prompt is left to the first decoding round.
-
-    Args:
-        requests: of rows 0, 1, …; further rows of the batch have none.
+    A prompt is prefilled once for all requests of the call that share it: its cache stays while one of them waits.
     """
-    index: dict[bytes, int] = {}
-    prompt_of = np.array([index.setdefault(r.prompt.token_ids.tobytes(), len(index)) for r in requests], np.int32)
-    prompts = [np.frombuffer(raw, np.int32)[:-1] for raw in index]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    parts = []
-    while order:
-        size = 1 << (min(len(order), config.prefill_batch).bit_length() - 1)
-        members, order = order[:size], order[size:]
-        width = round_up(max(len(prompts[members[-1]]), 1), config.prefill_bucket)
-        ids = np.zeros((size, width), np.int32)
-        place = np.full(len(prompts), -1, np.int32)
-        for row, member in enumerate(members):
-            ids[row, : len(prompts[member])] = prompts[member]
-            place[member] = row
-        source = np.full(batch, -1, np.int32)
-        source[: len(requests)] = place[prompt_of]
-        parts.append(Part(ids, np.maximum(source, 0), source >= 0))
-    return parts
+
+    def __init__(self, requests: Sequence[Request], config: EngineConfig, expected: Sequence[float] | None = None):
+        """
+        Args:
+            expected: response tokens expected of each request, for the order `longest_first`; None means its budget.
+
+        Raises:
+            ValueError: `expected` has another length than `requests`, or a value that is not a number.
+        """
+        self.requests, self.config = requests, config
+        order = range(len(requests))
+        if config.admission == "longest_first":
+            if expected is None:
+                expected = [r.max_new_tokens for r in requests]
+            if len(expected) != len(requests) or not np.all(np.isfinite(np.asarray(expected, np.float64))):
+                raise ValueError(f"expected_tokens must be {len(requests)} finite numbers, one a request; got {expected!r:.80}")
+            order = sorted(order, key=lambda i: -expected[i])  # stable: ties keep the order of arrival
+        self.waiting = list(reversed(order))
+        self._key = [r.prompt.token_ids.tobytes() for r in requests]
+        self._sharing: dict[bytes, int] = {}
+        for key in self._key:
+            self._sharing[key] = self._sharing.get(key, 0) + 1
+        self.parts: list[Part] = []
+        self._place: dict[bytes, tuple[Part, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def begin_prefill(self, rows: int) -> None:
+        """Plans the prefill of what the next `rows` requests lack.
+
+        Prompts of similar length go together, padded to the longest of their part, in buckets. A part has a power of two of
+        prompts, so none is computed for nothing and few programs exist.
+        """
+        missing = dict.fromkeys(
+            self._key[i] for i in reversed(self.waiting[-rows:] if rows else []) if self._key[i] not in self._place
+        )
+        prompts = sorted(missing, key=len)
+        while prompts:
+            size = 1 << (min(len(prompts), self.config.prefill_batch).bit_length() - 1)
+            members, prompts = prompts[:size], prompts[size:]
+            texts = [np.frombuffer(raw, np.int32)[:-1] for raw in members]
+            ids = np.zeros((size, round_up(max(len(texts[-1]), 1), self.config.prefill_bucket)), np.int32)
+            for row, text in enumerate(texts):
+                ids[row, : len(text)] = text
+            part = Part(ids, tuple(members))
+            self.parts.append(part)
+            self._place |= {key: (part, row) for row, key in enumerate(members)}
+
+    def next_part(self) -> Part | None:
+        """The oldest part that still has to go through the target."""
+        return next((p for p in self.parts if not p.ready), None)
+
+    def admissible(self, rows: int) -> list[tuple[Part, list[tuple[int, int]]]]:
+        """Takes up to `rows` requests whose prompts are ready off the queue, in order, by part: `(request, row of the part)`.
+
+        A request whose prompt is not ready holds back those behind it, so that the order stays what was asked for.
+        """
+        by_part: dict[int, tuple[Part, list[tuple[int, int]]]] = {}
+        while self.waiting and rows:
+            index = self.waiting[-1]
+            key = self._key[index]
+            part, place = self._place.get(key, (None, 0))
+            if part is None or not part.ready:
+                break
+            self.waiting.pop()
+            rows -= 1
+            by_part.setdefault(id(part), (part, []))[1].append((index, place))
+            self._sharing[key] -= 1
+        return list(by_part.values())
+
+    def release(self) -> None:
+        """Drops prefilled prompts that no waiting request shares."""
+        for part in [p for p in self.parts if not any(self._sharing[k] for k in p.keys)]:
+            self.parts.remove(part)
+            for key in part.keys:
+                del self._place[key]
 
 
 def check(requests: Sequence[Request], vocab_size: int, limit: int) -> None:

@@ -14,6 +14,7 @@ from adrl_jax.rollout.serving import GenerateResult, Served, Serving
 from adrl_jax.rollout.settings import EngineConfig
 from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.speculation.drafter import Drafter
+from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.types import Request, SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "GenerateResult"]
@@ -70,9 +71,11 @@ class Engine:
             raise ValueError(f"version={version} must be >= 0")
         given = dict(drafter_params or {})
         for name, drafter in self.drafters.items():
+            if name not in given and hasattr(drafter, "learned"):
+                given[name] = given.get(drafter.learned.name)  # a merged drafter's are those of its learned half
             if given.get(name) is None and jax.eval_shape(drafter.init_params, jax.random.key(0)) is not None:
                 raise ValueError(f"drafter {name!r} needs parameters: publish(drafter_params={{{name!r}: …}})")
-        own = {name: given.get(name) for name in self.drafters}
+        own = {name: _served(drafter, given.get(name), params) for name, drafter in self.drafters.items()}
         self._served = Served(self.model_config, params, int(version), self.drafters, own)
         self.drafter_version = int(drafter_version)
 
@@ -85,6 +88,8 @@ class Engine:
         *,
         replay_arms: Sequence[int] | None = None,
         on_launch: Callable[[LaunchRecord], None] | None = None,
+        expected_tokens: Sequence[float] | None = None,
+        history: HistoryStore | None = None,
     ) -> GenerateResult:
         """Finishes all requests with what is published now.
 
@@ -95,6 +100,9 @@ class Engine:
             bandit: picks the arm (an index into `config.strategies`) of each launch and learns from its tokens per second.
             replay_arms: use these arms, in order, instead of asking the bandit (which then learns nothing).
             on_launch: called with each record as it is made.
+            expected_tokens: response tokens expected of each request, for `admission="longest_first"`; None means its budget.
+            history: earlier responses to the same prompts, for drafters that look things up in them; what this call finishes
+                is added to it.
 
         Raises:
             ValueError: before anything is compiled: a request does not fit, or nothing was published. Later: the replayed
@@ -105,5 +113,20 @@ class Engine:
         limit = self.model_config.max_positions if self.config.max_length is None else self.config.max_length
         admission.check(requests, self.model_config.vocab_size, limit)
         return Serving(
-            self._served, self.config, self.programs, requests, sampling, bandit, bandit_state, replay_arms, on_launch
+            self._served,
+            self.config,
+            self.programs,
+            requests,
+            sampling,
+            bandit,
+            bandit_state,
+            replay_arms,
+            on_launch,
+            expected_tokens,
+            history,
         ).run()
+
+
+def _served(drafter: Drafter, drafter_params: Any, params: Any) -> Any:
+    """A drafter's parameters with what it takes from the target that is served, where it takes anything."""
+    return drafter.serve(drafter_params, params) if hasattr(drafter, "serve") else drafter_params

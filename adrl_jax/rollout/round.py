@@ -14,10 +14,11 @@ import numpy as np
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
-from adrl_jax.rollout.state import Prefilled, RolloutState
+from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
+from adrl_jax.sampling import noise
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation import verify
-from adrl_jax.speculation.drafter import Drafter
+from adrl_jax.speculation.drafter import Drafter, Draw
 from adrl_jax.speculation.strategy import Strategy
 
 
@@ -30,12 +31,15 @@ class RoundConfig:
         law: filters and valid ids; the temperature is a property of each row.
         eos_ids: tokens that end a response.
         verification: `coupled` or `rejection`.
+        simulate_acceptance: benchmark aid: each draft stands with this probability, whatever it is. What comes out is no
+            sample of anything. None decides by the law.
     """
 
     model: ModelConfig
     law: Law
     eos_ids: tuple[int, ...]
     verification: str = "coupled"
+    simulate_acceptance: float | None = None
 
     def __post_init__(self):
         verify.check_method(self.verification)
@@ -47,6 +51,7 @@ class Summary(NamedTuple):
     Attributes:
         length, finish_reason, accept_passes, accept_tokens: int32 `[B]`, as in `RolloutState`.
         rounds: rounds that ran.
+        examined, accepted, faults: as in `Tally`.
         missing: per drafter, the most entries any running row lacks.
     """
 
@@ -55,20 +60,26 @@ class Summary(NamedTuple):
     accept_passes: np.ndarray
     accept_tokens: np.ndarray
     rounds: int
+    examined: np.ndarray
+    accepted: np.ndarray
+    faults: int
     missing: dict[str, int]
 
 
-def pack_summary(state: RolloutState, rounds: jax.Array, drafters: Mapping[str, Drafter]) -> jax.Array:
-    """int32 `[4 B + 1 + drafters]`, what `unpack_summary` reads."""
+def pack_summary(state: RolloutState, rounds: jax.Array, tally: Tally, drafters: Mapping[str, Drafter]) -> jax.Array:
+    """int32 `[4 B + 2 D + 2 + drafters]`, what `unpack_summary` reads."""
     rows = (state.length, state.finish_reason, state.accept_passes, state.accept_tokens)
     missing = [missing_entries(state, drafters[name]) for name in sorted(drafters)]
-    return jnp.concatenate([*rows, jnp.stack([rounds, *missing])]).astype(jnp.int32)
+    numbers = jnp.stack([rounds, tally.faults, *missing])
+    return jnp.concatenate([*rows, tally.examined, tally.accepted, numbers]).astype(jnp.int32)
 
 
-def unpack_summary(packed: np.ndarray, batch: int, drafters: Mapping[str, Drafter]) -> Summary:
-    """The host's side of `pack_summary`."""
+def unpack_summary(packed: np.ndarray, batch: int, depth: int, drafters: Mapping[str, Drafter]) -> Summary:
+    """The host's side of `pack_summary`; `depth` is that of the strategy that ran."""
     rows, rest = packed[: 4 * batch].reshape(4, batch), packed[4 * batch :]
-    return Summary(*rows, int(rest[0]), {name: int(n) for name, n in zip(sorted(drafters), rest[1:], strict=True)})
+    (examined, accepted), (rounds, faults, *missing) = rest[: 2 * depth].reshape(2, depth), rest[2 * depth :]
+    missing = {name: int(n) for name, n in zip(sorted(drafters), missing, strict=True)}
+    return Summary(*rows, int(rounds), examined, accepted, int(faults), missing)
 
 
 def missing_entries(state: RolloutState, drafter: Drafter) -> jax.Array:
@@ -80,18 +91,23 @@ def missing_entries(state: RolloutState, drafter: Drafter) -> jax.Array:
     return jnp.max(jnp.where(state.running, complete - state.drafter_states[drafter.name].length, 0))
 
 
-def prefill(config: ModelConfig, params: Any, tokens: jax.Array, keep_hidden: bool) -> Prefilled:
-    """Runs prompts `[P, W]` (padded at the end) through the target."""
-    count, width = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (count, width))
-    hidden, cache = transformer.Transformer(config).apply(
-        {"params": params},
-        tokens,
-        positions,
-        attend=cached_attention(positions),
-        cache=init_cache(config, count, width),
+def prefill(config: ModelConfig, width: int, keep_hidden: bool, params: Any, tokens: jax.Array) -> Prefilled:
+    """Runs the first places of prompts `[P, C]` (padded at the end) through the target; the result has room for `width`."""
+    count, _chunk = tokens.shape
+    prefilled = Prefilled(
+        init_cache(config, count, width),
+        jnp.zeros((count, width, config.hidden_size), config.compute_dtype) if keep_hidden else None,
     )
-    return Prefilled(cache, hidden if keep_hidden else None)
+    return continue_prefill(config, params, tokens, prefilled, jnp.zeros(count, jnp.int32))
+
+
+def continue_prefill(config: ModelConfig, params: Any, tokens: jax.Array, prefilled: Prefilled, start: jax.Array) -> Prefilled:
+    """Runs the next places, `start` (int32 `[P]`, all the same) and on, of prompts that are partly prefilled."""
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    hidden, cache = transformer.Transformer(config).apply(
+        {"params": params}, tokens, positions, attend=cached_attention(positions), cache=prefilled.cache
+    )
+    return Prefilled(cache, None if prefilled.hidden is None else _write_hidden(prefilled.hidden, hidden, start))
 
 
 def decode_round(
@@ -101,8 +117,8 @@ def decode_round(
     params: Any,
     drafter_params: Any,
     state: RolloutState,
-) -> RolloutState:
-    """Commits 1 … N tokens to each running row.
+) -> tuple[RolloutState, Tally]:
+    """Commits 1 … N tokens to each running row and tells which drafts stood, `[depth]` of them.
 
     Args:
         drafter: the strategy's; None exactly for a strategy that does not speculate.
@@ -111,10 +127,11 @@ def decode_round(
     """
     running = state.running
     if strategy.speculates:
-        drafts, count, log_q, state = _draft(config, strategy, drafter, params, drafter_params, state)
+        drafts, count, log_q, bad, state = _draft(config, strategy, drafter, params, drafter_params, state)
     else:
         batch = state.length.shape[0]
         drafts, count, log_q = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
+        bad = jnp.zeros(batch, bool)
     n = drafts.shape[1] + 1
 
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -139,6 +156,8 @@ def decode_round(
             config.law,
             **extra,
         )
+        if config.simulate_acceptance is not None:
+            verdict = _simulated(verdict, config.simulate_acceptance, count, state.request_keys, positions + 1)
         budget = jnp.where(running, state.limit - state.length, 0)
         committed, reason = verify.truncate(verdict, config.eos_ids, budget, state.ignore_eos)
     committed = jnp.where(running, committed, 0)
@@ -148,7 +167,7 @@ def decode_round(
     place = jnp.where(fresh < committed[:, None], state.length[:, None] + fresh, state.capacity)
     rows = jnp.arange(place.shape[0])[:, None]
     speculated = running.astype(jnp.int32) if strategy.speculates else jnp.zeros_like(committed)
-    return state._replace(
+    state = state._replace(
         tokens=state.tokens.at[rows, place].set(verdict.tokens, mode="drop"),
         log_probs=state.log_probs.at[rows, place].set(verdict.log_probs, mode="drop"),
         length=state.length + committed,
@@ -158,6 +177,27 @@ def decode_round(
         accept_passes=state.accept_passes + speculated,
         accept_tokens=state.accept_tokens + speculated * committed,
     )
+    return state, tally(verdict.count - 1, count, running, bad, strategy.depth)
+
+
+def tally(accepted: jax.Array, offered: jax.Array, running: jax.Array, bad: jax.Array, depth: int) -> Tally:
+    """Counts of one pass. Rows that end within it count in full: a draft's worth does not depend on where the text ends.
+
+    Args:
+        accepted, offered: int32 `[B]`, leading drafts that stood, and drafts there were to look at.
+        running, bad: bool `[B]`; `bad` where the drafter gave something that is not a number.
+    """
+    level = jnp.arange(depth, dtype=jnp.int32)
+    looked = running[:, None] & (level < offered[:, None]) & (level <= accepted[:, None])
+    stood = running[:, None] & (level < accepted[:, None])
+    return Tally(*(jnp.sum(x, axis=0, dtype=jnp.int32) for x in (looked, stood, running & bad)))
+
+
+def _simulated(verdict: verify.Verdict, acceptance: float, offered, request_keys, positions) -> verify.Verdict:
+    """The verdict with leading drafts standing by coins, as far as there were any."""
+    coins = noise.uniform(noise.position_keys(request_keys, positions[:, :-1], noise.Role.ACCEPT))
+    stands = jnp.cumprod((coins < acceptance).astype(jnp.int32), axis=1)
+    return verdict._replace(count=1 + jnp.minimum(jnp.sum(stands, axis=1), offered))
 
 
 def _draft(config, strategy, drafter, params, drafter_params, state):
@@ -171,12 +211,25 @@ def _draft(config, strategy, drafter, params, drafter_params, state):
             state.hidden,
             strategy.depth + 1,
         )
-        draw = verify.make_draw(config.verification, state.temperature, state.request_keys, config.law)
+        draw = guarded(verify.make_draw(config.verification, state.temperature, state.request_keys, config.law))
         proposal, own = drafter.propose(
             drafter_params, params, own, state.tokens, state.length, state.hidden, draw, strategy.depth
         )
     state = state._replace(drafter_states={**state.drafter_states, drafter.name: own})
-    return proposal.tokens, proposal.count, proposal.log_q, state
+    wrong = (proposal.tokens < 0) & (jnp.arange(strategy.depth) < proposal.count[:, None])
+    bad = jnp.any(wrong, axis=1)
+    count = jnp.where(bad, jnp.argmax(wrong, axis=1), proposal.count)
+    return jnp.maximum(proposal.tokens, 0), count, proposal.log_q, bad, state
+
+
+def guarded(draw: Draw) -> Draw:
+    """A `Draw` that gives the id -1 where the logits are not numbers: no draft at all, instead of a plausible one."""
+
+    def checked(logits, positions):
+        ids, log_q = draw(logits, positions)
+        return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), -1, ids), log_q
+
+    return checked
 
 
 def _write_hidden(buffer: jax.Array, fresh: jax.Array, start: jax.Array) -> jax.Array:
@@ -211,15 +264,16 @@ def launch(
     drafter = drafter_or_none(strategy, drafters)
 
     def more(carry):
-        done, state = carry
+        done, state, _ = carry
         return (done < rounds) & jnp.any(state.running)
 
     def body(carry):
-        done, state = carry
-        return done + 1, decode_round(config, strategy, drafter, params, drafter_params, state)
+        done, state, counts = carry
+        state, fresh = decode_round(config, strategy, drafter, params, drafter_params, state)
+        return done + 1, state, counts + fresh
 
-    done, state = jax.lax.while_loop(more, body, (jnp.int32(0), state))
-    return state, pack_summary(state, done, drafters)
+    done, state, counts = jax.lax.while_loop(more, body, (jnp.int32(0), state, Tally.empty(strategy.depth)))
+    return state, pack_summary(state, done, counts, drafters)
 
 
 def drafter_or_none(strategy: Strategy, drafters: Mapping[str, Drafter]) -> Drafter | None:

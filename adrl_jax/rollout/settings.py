@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from adrl_jax.speculation import verify
 from adrl_jax.speculation.strategy import OFF, Strategy
 
+ORDERS = ("arrival", "longest_first")
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -23,7 +25,12 @@ class EngineConfig:
         verification: `coupled` or `rejection`.
         prefill_bucket: prompts are padded to multiples of this (of coarser units when long), in tokens.
         prefill_batch: most prompts prefilled together.
+        prefill_chunk: longest piece of a prompt, in tokens, that goes through the target between two launches; None means
+            the whole prompt at once. A multiple of `prefill_bucket`.
+        admission: order in which requests get a row: `arrival`, or `longest_first` by what is expected of them.
         max_length: longest prompt + response in tokens; None means what the model allows.
+        simulate_acceptance: benchmark aid, None outside of benchmarks: drafts stand with this probability, whatever they are,
+            so that the engine can be measured apart from a drafter's luck. Rollouts made this way are no samples.
     """
 
     seed: int
@@ -37,16 +44,28 @@ class EngineConfig:
     verification: str = "coupled"
     prefill_bucket: int = 32
     prefill_batch: int = 8
+    prefill_chunk: int | None = None
+    admission: str = "arrival"
     max_length: int | None = None
+    simulate_acceptance: float | None = None
 
     def __post_init__(self):
-        for name in ("max_batch", "cache_bucket", "rounds_per_launch", "prefill_bucket", "prefill_batch", "max_length"):
+        optional = ("prefill_chunk", "max_length")
+        for name in ("max_batch", "cache_bucket", "rounds_per_launch", "prefill_bucket", "prefill_batch", *optional):
             value = getattr(self, name)
-            if name == "max_length" and value is None:
+            if name in optional and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"EngineConfig.{name}={value!r} must be a positive integer")
         verify.check_method(self.verification)
+        if self.prefill_chunk is not None and self.prefill_chunk % self.prefill_bucket:
+            raise ValueError(
+                f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of prefill_bucket={self.prefill_bucket}"
+            )
+        if self.admission not in ORDERS:
+            raise ValueError(f"EngineConfig.admission={self.admission!r} is unknown; choose one of {', '.join(ORDERS)}")
+        if self.simulate_acceptance is not None and not 0 <= self.simulate_acceptance <= 1:
+            raise ValueError(f"EngineConfig.simulate_acceptance={self.simulate_acceptance!r} must be in [0, 1], or None")
         if OFF not in self.strategies:
             raise ValueError("EngineConfig.strategies must contain OFF: plain decoding is always a choice")
         if len(set(self.strategies)) != len(self.strategies):

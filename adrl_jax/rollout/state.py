@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adrl_jax.models.kv_cache import KVCache, fit, with_capacity
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.kv_cache import KVCache, fit, init_cache, with_capacity
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.types import FinishReason
 
@@ -60,13 +61,43 @@ class RolloutState(NamedTuple):
         return self.finish_reason == FinishReason.RUNNING
 
 
-class Rows(NamedTuple):
-    """The host's half of a new state, numpy, one entry a row; `tokens` is `[B, S]`, see `RolloutState`."""
+class Tally(NamedTuple):
+    """Drafts that were looked at, summed over running rows.
 
+    Attributes:
+        examined: int32 `[D]`, how often the draft at depth `i + 1` (level of a tree) was looked at: the drafter offered one and
+            all earlier drafts of its path stood.
+        accepted: int32 `[D]`, how many of those stood.
+        faults: int32 `[]`, row-passes in which the drafter produced something that is not a number; its drafts from there on
+            were left out.
+    """
+
+    examined: jax.Array
+    accepted: jax.Array
+    faults: jax.Array
+
+    @classmethod
+    def empty(cls, depth: int) -> "Tally":
+        return cls(jnp.zeros(depth, jnp.int32), jnp.zeros(depth, jnp.int32), jnp.zeros((), jnp.int32))
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return jax.tree.map(jnp.add, self, other)
+
+
+class Admitted(NamedTuple):
+    """Requests that enter a running state, `A` of them. Numpy.
+
+    Attributes:
+        row: int32 `[A]`, where each goes; a row past the batch goes nowhere (padding to a compiled size).
+        source: int32 `[A]`, its prompt among those prefilled.
+        tokens: int32 `[A, S]`; length, limit, request_keys, temperature and ignore_eos as in `RolloutState`.
+    """
+
+    row: np.ndarray
+    source: np.ndarray
     tokens: np.ndarray
     length: np.ndarray
     limit: np.ndarray
-    finish_reason: np.ndarray
     request_keys: np.ndarray
     temperature: np.ndarray
     ignore_eos: np.ndarray
@@ -79,44 +110,71 @@ class Prefilled(NamedTuple):
     hidden: jax.Array | None
 
 
-def expand(rows: Rows, source: jax.Array, prompts: Prefilled, drafters: Mapping[str, Drafter]) -> RolloutState:
-    """A fresh state in which row b continues prompt `source[b]` (int32 `[B]`)."""
-    batch, capacity = rows.tokens.shape
-    cache, hidden = _of_rows(prompts, source, capacity)
+def empty(config: ModelConfig, batch: int, capacity: int, drafters: Mapping[str, Drafter], keep_hidden: bool) -> RolloutState:
+    """A state in which no row serves a request."""
+    zeros = jnp.zeros(batch, jnp.int32)
     return RolloutState(
-        tokens=jnp.asarray(rows.tokens),
+        tokens=jnp.zeros((batch, capacity), jnp.int32),
         log_probs=jnp.zeros((batch, capacity), jnp.float32),
-        length=jnp.asarray(rows.length),
-        limit=jnp.asarray(rows.limit),
-        finish_reason=jnp.asarray(rows.finish_reason),
-        request_keys=jnp.asarray(rows.request_keys),
-        temperature=jnp.asarray(rows.temperature),
-        ignore_eos=jnp.asarray(rows.ignore_eos),
-        cache=cache,
-        hidden=hidden,
+        length=jnp.ones(batch, jnp.int32),
+        limit=jnp.ones(batch, jnp.int32),
+        finish_reason=jnp.full(batch, FinishReason.ABORTED, jnp.int32),
+        request_keys=jnp.zeros((batch, 2), jnp.uint32),
+        temperature=jnp.ones(batch, jnp.float32),
+        ignore_eos=jnp.zeros(batch, bool),
+        cache=init_cache(config, batch, capacity),
+        hidden=jnp.zeros((batch, capacity, config.hidden_size), config.compute_dtype) if keep_hidden else None,
         drafter_states={name: d.init_state(batch, capacity) for name, d in drafters.items()},
-        accept_passes=jnp.zeros(batch, jnp.int32),
-        accept_tokens=jnp.zeros(batch, jnp.int32),
+        accept_passes=zeros,
+        accept_tokens=zeros,
     )
 
 
-def insert(state: RolloutState, prompts: Prefilled, source: jax.Array, taken: jax.Array) -> RolloutState:
-    """Gives the rows where `taken` (bool `[B]`) the cache of prompt `source[b]`, for waves prefilled in several parts."""
-    fresh = _of_rows(prompts, source, state.capacity)
+def admit(state: RolloutState, fresh: Admitted, prompts: Prefilled) -> RolloutState:
+    """Puts requests into rows that serve none (any more): the cost is that of the rows written, not of the batch."""
+    count, _capacity = fresh.row.shape[0], state.capacity
 
-    def choose(new, old):
-        return jnp.where(taken.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+    def put(old, new):
+        return old.at[fresh.row].set(jnp.asarray(new, old.dtype), mode="drop")
 
-    cache, hidden = jax.tree.map(choose, fresh, Prefilled(state.cache, state.hidden))
-    return state._replace(cache=cache, hidden=hidden)
+    def put_prompts(old, new, axis):
+        # Prompts are padded to wide buckets; what lies past a row's length means nothing, nor does what a cut leaves out.
+        width = min(new.shape[axis], old.shape[axis])
+        new = jax.lax.slice_in_dim(new, 0, width, axis=axis)[fresh.source]
+        place = (fresh.row, *[slice(None)] * (axis - 1), slice(0, width))
+        return old.at[place].set(new.astype(old.dtype), mode="drop")
 
-
-def _of_rows(prompts: Prefilled, source: jax.Array, capacity: int) -> Prefilled:
-    # Prompts are padded to wide buckets; what lies past a row's length means nothing.
-    return Prefilled(
-        jax.tree.map(lambda x: x[source], with_capacity(prompts.cache, capacity)),
-        None if prompts.hidden is None else fit(prompts.hidden, 1, capacity)[source],
+    cache = KVCache(
+        tuple(put_prompts(a, b, 3) for a, b in zip(state.cache.keys, prompts.cache.keys, strict=True)),
+        tuple(put_prompts(a, b, 2) for a, b in zip(state.cache.values, prompts.cache.values, strict=True)),
     )
+    return state._replace(
+        tokens=put(state.tokens, fresh.tokens),
+        length=put(state.length, fresh.length),
+        limit=put(state.limit, fresh.limit),
+        finish_reason=put(state.finish_reason, jnp.full(count, FinishReason.RUNNING)),
+        request_keys=put(state.request_keys, fresh.request_keys),
+        temperature=put(state.temperature, fresh.temperature),
+        ignore_eos=put(state.ignore_eos, fresh.ignore_eos),
+        cache=cache,
+        hidden=None if state.hidden is None else put_prompts(state.hidden, prompts.hidden, 1),
+        drafter_states={name: forget(s, fresh.row) for name, s in state.drafter_states.items()},
+        accept_passes=put(state.accept_passes, jnp.zeros(count)),
+        accept_tokens=put(state.accept_tokens, jnp.zeros(count)),
+    )
+
+
+def forget(drafter_state: Any, rows: jax.Array) -> Any:
+    """A drafter's state in which these rows (int32 `[A]`) have no entries: every `length` in it, at whatever depth, is 0.
+
+    Length is the only truth about an entry, so nothing else is touched.
+    """
+    if not hasattr(drafter_state, "_fields"):
+        return drafter_state
+    fields = {name: forget(getattr(drafter_state, name), rows) for name in drafter_state._fields}
+    if "length" in fields:
+        fields["length"] = fields["length"].at[rows].set(0, mode="drop")
+    return type(drafter_state)(**fields)
 
 
 def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter], capacity: int) -> RolloutState:

@@ -17,6 +17,9 @@ class LaunchRecord:
         start: seconds since the rollout began.
         compiled: a program was compiled for this launch, its own or its drafter's (its time is noisier and not told to the bandit).
         accept_passes, accept_tokens: summed over rows: speculative passes of running rows and what they committed.
+        examined, accepted: by depth, drafts that were looked at and those that stood (`Tally`); empty for plain launches.
+        faults: row-passes in which the drafter gave something that is not a number.
+        catch_up_seconds: the part of `seconds` in which the drafter caught up.
     """
 
     arm: int
@@ -30,6 +33,26 @@ class LaunchRecord:
     compiled: bool
     accept_passes: int
     accept_tokens: int
+    examined: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    faults: int = 0
+    catch_up_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A stretch of time in which the device worked for the rollout; what lies between events is the host's.
+
+    Attributes:
+        kind: `prefill`, `admit`, `reshape`, `references`, `catch_up`, `plain` or `speculate`.
+        start, seconds: since the rollout began, and how long; compilation excluded.
+        facts: what was done, for display.
+    """
+
+    kind: str
+    start: float
+    seconds: float
+    facts: dict[str, int | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +66,7 @@ class RolloutStats:
         prefill_seconds: part of it that went into prompts.
         device_seconds: part of it during which a launch, prefill, catch-up or compaction was on the device.
         programs: compiled programs the engine holds at the end.
+        events: what the device did when, in order.
     """
 
     launches: tuple[LaunchRecord, ...]
@@ -51,6 +75,12 @@ class RolloutStats:
     prefill_seconds: float
     device_seconds: float
     programs: int
+    events: tuple[Event, ...] = ()
+
+    @property
+    def faults(self) -> int:
+        """Row-passes in which a drafter gave something that is not a number; they fell back to the target's own token."""
+        return sum(x.faults for x in self.launches)
 
     @property
     def tokens(self) -> int:

@@ -93,7 +93,7 @@ def compare(
             position = int(different[0])
             tokens = int(x.token_ids[position]), int(y.token_ids[position])
             scores = position_logits(config, params, x.token_ids[:position])
-            key = noise.request_keys(seed, x.prompt_id, x.visit, x.sample)
+            key = noise.request_keys(seed, x.prompt_id, x.visit if x.noise_visit is None else x.noise_visit, x.sample)
             gap = score_gap(
                 scores,
                 tokens,

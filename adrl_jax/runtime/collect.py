@@ -47,12 +47,22 @@ class Scored:
 
 
 def requests_for(
-    prompts: Sequence[Prompt], visits: Sequence[int], samples: int, max_new_tokens: int, first_sample: int = 0
+    prompts: Sequence[Prompt],
+    visits: Sequence[int],
+    samples: int,
+    max_new_tokens: int,
+    first_sample: int = 0,
+    noise_visits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """`samples` requests for each prompt; siblings stand together and share a group id, the prompt's place in the list."""
+    """`samples` requests for each prompt; siblings stand together and share a group id, the prompt's place in the list.
+
+    Args:
+        noise_visits: the visit whose noise each prompt's samples get, see `Request.noise_visit`; None: their own.
+    """
+    noise_visits = visits if noise_visits is None else noise_visits
     return [
-        Request(prompt, int(visit), first_sample + k, group, max_new_tokens)
-        for group, (prompt, visit) in enumerate(zip(prompts, visits, strict=True))
+        Request(prompt, int(visit), first_sample + k, group, max_new_tokens, noise_visit=int(noise_visit))
+        for group, (prompt, visit, noise_visit) in enumerate(zip(prompts, visits, noise_visits, strict=True))
         for k in range(samples)
     ]
 
@@ -119,6 +129,7 @@ def _record(scored: Scored, phase: str, step: int, i: int) -> dict[str, Any]:
         "step": step,
         "prompt_id": rollout.prompt_id,
         "visit": rollout.visit,
+        "noise_reused": rollout.noise_reused,
         "sample": rollout.sample,
         "prompt": prompt.text,
         "response": scored.texts[i],

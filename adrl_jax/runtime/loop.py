@@ -19,6 +19,7 @@ import numpy as np
 from adrl_jax import checkpoint, report
 from adrl_jax.metrics import CompileClock, JsonLines, MetricLog, Stopwatch
 from adrl_jax.runtime import arms, collect, compare, cursor, evaluation, numbers, publish
+from adrl_jax.runtime.lengths import LengthHistory
 from adrl_jax.runtime.parts import LoopConfig, Parts, RunState
 from adrl_jax.runtime.progress import Progress
 from adrl_jax.runtime.stop import Stop, StopRequested, on_signals
@@ -67,6 +68,7 @@ class _Run:
         self.facts: dict[str, Any] = {"seconds": 0.0, "evaluations": {}, "accept_passes": 0, "accept_tokens": 0}
         self.progress: Progress | None = None
         self.snapshot: publish.Snapshot | None = None
+        self.lengths = LengthHistory()
 
     def run(self) -> Outcome:
         saved = self.checkpointer.latest()
@@ -108,9 +110,13 @@ class _Run:
         state = RunState(
             parts.init_learner(), parts.bandit.init(), cursor.init(c.seed, len(parts.train_prompts)), np.int32(0), np.int32(0)
         )
+        if parts.history is not None:
+            state = state._replace(history=parts.history.state_dict())
         if saved is None or host is None:
             return state
-        state = self.checkpointer.restore(saved, state)
+        state = self.checkpointer.restore(saved, state, renew=self._renewed(saved, host))
+        if parts.history is not None:
+            parts.history.load_state_dict(state.history)
         found = publish.fingerprint(state.learner.params)
         if found != host["fingerprint"]:
             raise checkpoint.CheckpointMismatch(
@@ -120,6 +126,19 @@ class _Run:
         self.state = state
         log.info("going on from %s", self._where())
         return state
+
+    def _renewed(self, saved: int, host: dict[str, Any]) -> tuple[str, ...]:
+        """What of the checkpoint is left behind: a controller of other arms, where that was asked for."""
+        now, before = self.parts.controller, host["controller"]
+        if now == before:
+            return ()
+        facts = f"checkpoint {saved} in {self.workdir} has the controller {before!r}; this run's is {now!r}"
+        if not self.config.reset_bandit:
+            raise checkpoint.CheckpointMismatch(
+                f"{facts}. Set bandit.reset=True to start the controller afresh, or keep the arms it was made with"
+            )
+        log.warning("%s, which starts afresh", facts)
+        return ("bandit",)
 
     def _open_logs(self, host: dict[str, Any] | None) -> None:
         lengths = dict.fromkeys(FILES, 0) if host is None else host["log_lengths"]
@@ -137,11 +156,13 @@ class _Run:
 
     def _save(self) -> None:
         self.facts["seconds"] = time.monotonic() - self.started
+        history = self.parts.history
         self.checkpointer.save(
             self.state.clock,
-            self.state,
+            self.state._replace(history=None if history is None else history.state_dict()),
             {
                 "identity": dict(self.parts.identity),
+                "controller": self.parts.controller,
                 "fingerprint": publish.fingerprint(self.state.learner.params),
                 "facts": self.facts,
                 "log_lengths": {
@@ -225,7 +246,8 @@ class _Run:
         indices, visits, after = cursor.draw(state.cursor, c.prompts_per_step)
         prompts = [parts.train_prompts[int(i)] for i in indices]
         with watch.phase("rollout"):
-            requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens)
+            noise_visits = np.zeros_like(visits) if c.reuse_noise else None
+            requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens, noise_visits=noise_visits)
             result = parts.engine.generate(
                 requests,
                 c.sampling,
@@ -233,7 +255,10 @@ class _Run:
                 state.bandit,
                 replay_arms=None if parts.replay is None else parts.replay[step],
                 on_launch=self._on_launch,
+                expected_tokens=self.lengths.expected(requests),
+                history=parts.history,
             )
+            self.lengths.learn(result.rollouts)
         with watch.phase("reward"):
             scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
             scored = collect.with_advantages(scored, parts.advantage)

@@ -11,6 +11,7 @@ from adrl_jax.learner.update import LearnerState, Update
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
+from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.types import PackedBatch, Prompt, Rollout, SamplingParams
 
@@ -27,6 +28,7 @@ class RunState(NamedTuple):
         cursor: which prompts come next.
         warm_step: int32 `[]`, supervised updates done.
         step: int32 `[]`, rollout batches learnt from.
+        history: the history store's state, None where there is none. Current in saved states only.
     """
 
     learner: LearnerState
@@ -34,6 +36,7 @@ class RunState(NamedTuple):
     cursor: CursorState
     warm_step: np.ndarray
     step: np.ndarray
+    history: Any = None
 
     @property
     def clock(self) -> int:
@@ -50,6 +53,8 @@ class LoopConfig:
         steps: rollout batches.
         prompts_per_step, group_size, max_new_tokens: of a rollout batch.
         sampling: law of training rollouts.
+        reuse_noise: a prompt's samples get the noise of its first visit at every visit.
+        reset_bandit: a saved controller of other arms is replaced by a fresh one instead of refused.
         minibatches: optimizer steps a batch; divides `prompts_per_step`.
         warm_steps: supervised updates before.
         evaluate_every: steps between evaluations, 0 for before and after only.
@@ -69,6 +74,8 @@ class LoopConfig:
     group_size: int
     max_new_tokens: int
     sampling: SamplingParams
+    reuse_noise: bool
+    reset_bandit: bool
     minibatches: int
     warm_steps: int
     evaluate_every: int
@@ -94,6 +101,8 @@ class Parts:
         engine: generates; knows `strategies` in this order.
         strategies: the arms.
         bandit: picks among them.
+        controller: what the bandit's state belongs to, see `bandit.base.signature`.
+        history: earlier responses for drafters that look things up, or None.
         init_learner: fresh weights and optimizer state, the same at every call.
         advantage: `(rewards, group_ids, valid=) -> Advantages`.
         pack: `(rollouts, advantages, version) -> PackedBatch`.
@@ -114,6 +123,8 @@ class Parts:
     engine: Any
     strategies: tuple[Strategy, ...]
     bandit: Bandit
+    controller: str
+    history: HistoryStore | None
     init_learner: Callable[[], LearnerState]
     advantage: Callable[..., Any]
     pack: Callable[[Sequence[Rollout], np.ndarray, int], PackedBatch]

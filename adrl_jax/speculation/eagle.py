@@ -8,7 +8,12 @@ One *entry* of the drafter's sequence fuses the target's hidden state at a place
 `inputs` builds these triples for serving and for training alike. The embedding and the vocabulary projection are the
 target's own and never trained here; the drafter's parameters are the fusing projection and the layer.
 
-Shapes: `B` rows, `S` token capacity, `W` entries, `H` hidden size, `V` vocabulary; packed training rows are `[M, T]`.
+With a *draft vocabulary* (EAGLE-3, arXiv 2503.01840, speaks of a reduced one) only some ids are ever drafted: a map of them,
+`draft_ids`, stands beside the parameters, is chosen once and never trained, and serving keeps the current target's
+projections of these ids next to each other. A token outside the map costs an accepted draft, never correctness.
+
+Shapes: `B` rows, `S` token capacity, `W` entries, `H` hidden size, `V` vocabulary, `V'` draft vocabulary; packed training rows
+are `[M, T]`.
 """
 
 import dataclasses
@@ -20,8 +25,15 @@ import jax.numpy as jnp
 
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import KVCache, cached_attention, init_cache
+from adrl_jax.models.projection import project
 from adrl_jax.models.transformer import Attend, DecoderLayer, Dense, embed_tokens, logits, model_ropes
 from adrl_jax.speculation.drafter import Draw, Proposal, draft_chain, grow_cache
+
+DRAFT_IDS = "draft_ids"
+"""Key of the map among a drafter's parameters: int32 `[V']`, distinct ids, ascending."""
+
+DRAFT_HEAD = "draft_head"
+"""Key of the served projection of these ids, `[V', H]`: the target's own rows, copied when a target is published."""
 
 
 class EagleState(NamedTuple):
@@ -56,6 +68,23 @@ class EagleLayer(nn.Module):
 def layer_config(config: ModelConfig) -> ModelConfig:
     """The target's family with one layer that sees its whole row."""
     return dataclasses.replace(config, num_layers=1, sliding_window=None)
+
+
+def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is trained, and what is not (the map, where there is one). `trained | fixed` puts them together again.
+
+    Gradients and optimizers see the first part only.
+    """
+    fixed = {name: params[name] for name in (DRAFT_IDS,) if name in params}
+    return {name: value for name, value in params.items() if name not in (DRAFT_IDS, DRAFT_HEAD)}, fixed
+
+
+@jax.jit
+def head_rows(target_params: Any, ids: jax.Array) -> jax.Array:
+    """The target's vocabulary projection of some ids, `[V', H]`: differentiable in nothing but the target."""
+    if "head" in target_params:
+        return target_params["head"][:, ids].T
+    return target_params.get("head_t", target_params["embedding"])[ids]
 
 
 def inputs(
@@ -108,7 +137,8 @@ def packed_forward(
     attend: Attend,
     *,
     sources: jax.Array | None = None,
-) -> jax.Array:
+    cache: Any = None,
+) -> tuple[jax.Array, Any]:
     """Predicted hidden states of packed rows, for training.
 
     The result at place i is the prediction of `hidden[i]`, so `logits` of it is the drafter's law for the token after i.
@@ -119,21 +149,42 @@ def packed_forward(
         token_ids, positions: int32 `[M, T]`, as in `PackedBatch`.
         attend: packed attention whose segment ids are `entry_segments(segment_ids)`.
         sources: int32 `[M, T]` from `packed_sources`; None where no prefix is shared: the place before.
+        cache: any pytree, handed to `attend`.
 
     Returns:
-        `[M, T, H]` in the compute dtype.
+        `[M, T, H]` in the compute dtype, and the cache.
     """
     rows, length = token_ids.shape
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     sources = jnp.maximum(place - 1, 0) if sources is None else sources
     features, ids, at = inputs(hidden, token_ids, positions, sources, place)
-    return _predict(params, target_params, config, features, ids, at, attend, None)[0]
+    return predict(params, target_params, config, features, ids, at, attend, cache)
 
 
-def _predict(params, target_params, config, features, ids, positions, attend, cache):
-    embeddings = embed_tokens(target_params["embedding"], ids, config)
-    variables = {"params": params}
-    return EagleLayer(layer_config(config)).apply(variables, features, embeddings, positions, attend=attend, cache=cache)
+def predict(
+    params: Any,
+    target_params: Any,
+    config: ModelConfig,
+    features: jax.Array,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """The layer on triples that `inputs` builds (or on predictions put in the place of hidden states).
+
+    Args:
+        config: the target's.
+        features: `[B, W, H]`.
+        token_ids, positions: int32 `[B, W]`.
+        attend, cache: as in `Transformer`.
+
+    Returns:
+        predicted hidden states `[B, W, H]` and the cache.
+    """
+    embeddings = embed_tokens(target_params["embedding"], token_ids, config)
+    layer = EagleLayer(layer_config(config))
+    return layer.apply({"params": split(params)[0]}, features, embeddings, positions, attend=attend, cache=cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,20 +193,71 @@ class Eagle:
 
     Attributes:
         config: the target's sizes and traits.
+        draft_vocab_size: V', how many ids may be drafted; None drafts any, and then the parameters hold no map.
     """
 
     config: ModelConfig
     name: str = "eagle"
     uses_hidden: bool = True
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        size, vocab = self.draft_vocab_size, self.config.vocab_size
+        if size is not None and not 1 <= size <= vocab:
+            raise ValueError(f"Eagle.draft_vocab_size={size!r} must be in [1, {vocab}], the target's vocab_size, or None")
 
     def init_params(self, key: jax.Array) -> Any:
-        """Fresh parameters `{fc, layer}`, float32, drawn with `key` (consumed)."""
+        """Fresh parameters `{fc, layer}`, float32, drawn with `key` (consumed); with a draft vocabulary also `draft_ids`, the
+        lowest ids until better ones are known."""
         c = self.config
         x = jnp.zeros((1, 2, c.hidden_size), c.compute_dtype)
         layer = EagleLayer(layer_config(c))
-        return layer.init(key, x, x, jnp.zeros((1, 2), jnp.int32), attend=lambda q, k, v, *, layer, window, cache: (q, cache))[
-            "params"
-        ]
+        attend = lambda q, k, v, *, layer, window, cache: (q, cache)  # noqa: E731
+        params = layer.init(key, x, x, jnp.zeros((1, 2), jnp.int32), attend=attend)["params"]
+        if self.draft_vocab_size is None:
+            return params
+        return {**params, DRAFT_IDS: jnp.arange(self.draft_vocab_size, dtype=jnp.int32)}
+
+    def serve(self, params: Any, target_params: Any) -> Any:
+        """`params` as the engine reads them: with a draft vocabulary, `draft_head` taken from the target that is served.
+
+        Args:
+            params, target_params: best in `transformer.engine_layout`.
+
+        Raises:
+            ValueError: the map is missing, or has another length than `draft_vocab_size`.
+        """
+        ids = params.get(DRAFT_IDS)
+        found = None if ids is None else ids.shape[0]
+        if found != self.draft_vocab_size:
+            raise ValueError(
+                f"{DRAFT_IDS} of the drafter's parameters has {found} ids, draft_vocab_size={self.draft_vocab_size}"
+            )
+        if ids is None:
+            return params
+        head = head_rows(target_params, ids.astype(jnp.int32)).astype(self.config.compute_dtype)
+        return {**params, DRAFT_IDS: ids.astype(jnp.int32), DRAFT_HEAD: head}
+
+    def draft_logits(self, params: Any, target_params: Any, feature: jax.Array) -> jax.Array:
+        """The drafter's logits at predicted hidden states.
+
+        With a draft vocabulary only `V' x H` weights are read, and the logits of all other ids are -inf.
+
+        Args:
+            params: best as `serve` returns them; without `draft_head` its rows are gathered here, which costs more.
+            feature: `[..., H]`.
+
+        Returns:
+            `[..., V]`, at least float32.
+        """
+        if DRAFT_IDS not in params:
+            return logits(target_params, feature)
+        ids, head = params[DRAFT_IDS], params.get(DRAFT_HEAD)
+        scores = project(feature, head_rows(target_params, ids) if head is None else head)
+        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        everywhere = jnp.full((*feature.shape[:-1], self.config.vocab_size), -jnp.inf, scores.dtype)
+        # On CPU this scatter costs a tenth of what drawing a token does, and less than a gather by the inverse map at batch 1.
+        return everywhere.at[..., ids].set(scores, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
     def init_state(self, batch: int, capacity: int) -> EagleState:
         c = self.config
@@ -177,7 +279,7 @@ class Eagle:
         entries = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
         features, ids, _ = inputs(hidden, tokens, places, entries, entries + 1)
-        predicted, cache = _predict(
+        predicted, cache = predict(
             params, target_params, self.config, features, ids, entries, cached_attention(entries), state.cache
         )
         filled = jnp.clip(start + width, state.length, jnp.maximum(length - 1, state.length))
@@ -194,15 +296,14 @@ class Eagle:
         def step(carry, ids, index):
             feature, cache = carry
             positions = (length - 1 + index)[:, None]
-            feature, cache = _predict(
+            feature, cache = predict(
                 params, target_params, self.config, feature, ids, positions, cached_attention(positions), cache
             )
-            return logits(target_params, feature), (feature, cache)
+            return self.draft_logits(params, target_params, feature), (feature, cache)
 
         feature = state.feature[:, None]
-        drafts, log_q, (_, cache) = draft_chain(
-            logits(target_params, feature), step, (feature, state.cache), length, draw, depth
-        )
+        first = self.draft_logits(params, target_params, feature)
+        drafts, log_q, (_, cache) = draft_chain(first, step, (feature, state.cache), length, draw, depth)
         complete = (state.length == length - 1) & (length >= 2)
         count = jnp.where(complete, depth, 0).astype(jnp.int32)
         return Proposal(drafts, count, log_q), state._replace(cache=cache)

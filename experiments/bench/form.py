@@ -168,6 +168,13 @@ def peak_rss_mb() -> float:
     return peak / 2**20 if platform.system() == "Darwin" else peak / 1024
 
 
+def rss_mb() -> float | None:
+    """Resident memory of this process now, in MiB; None where the system does not tell."""
+    status = pathlib.Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), None)
+
+
 def matmul_peak(dtype: Any = jnp.float32, sizes: Sequence[tuple[int, int, int]] | None = None, repeats: int = 5) -> float:
     """Best FLOP/s of a plain matrix product on this machine: the yardstick of `flops_fraction_of_peak`.
 

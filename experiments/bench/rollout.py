@@ -1,215 +1,48 @@
-"""Rollout speed on a real model: 16 x 64 tokens as 4 prompts x 4 samples, and 1 x 128. Prefill included, temperature 1.
+"""Rollout speed on a real model, one workload a run. Every side produces the same token ids.
 
 python -m experiments.bench.rollout --model=smollm2 --json=rollout.json --peer=hf,tunix --peer_python=hf=/path/python,…
+python -m experiments.bench.rollout --workload=longtail --drafter=FOLDER --data=FOLDER --json=longtail.json --peer=hf
 
-Lengths are forced. `plain` is decoding without speculation; `spec` lets a BEG-MAB choose among no speculation and the
-drafters at hand. `host_gap_fraction` is the share of a plain rollout in which the device waits for the host (the worse of the
-two sizes), `noise_fraction` the share of a decode step that goes into random numbers, `identical_tokens` whether speculation
-changed anything (`tie_divergences` counts float ties).
+Workloads:
+  standard  16 x 64 tokens and 1 x 128: plain decoding against peers
+  longtail  32 requests of 32 to 512 tokens: plain, every strategy, BEG and goodput
+  grid      batches of 1 to 32: every strategy and goodput, a table of tokens/s
+  group     groups of 8 on arithmetic, second epoch: drafts from what siblings and the epoch before answered
+  tree      chains against trees at equal verify tokens
+  queue     10,000 short requests over 16 rows, a tiny model
+
+FOLDER of --drafter is what `experiments.drafter_warmup` wrote; --data holds GSM8K's records (train.jsonl).
 """
 
-import functools
-import statistics
-import sys
-from typing import NamedTuple
+import importlib
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from experiments.bench import form
+from experiments.train import use_compilation_cache
 
-from adrl_jax.bandit.base import Bandit
-from adrl_jax.bandit.beg import beg
-from adrl_jax.bandit.fixed import fixed
-from adrl_jax.models import weights
-from adrl_jax.models.transformer import engine_layout
-from adrl_jax.rollout import ties
-from adrl_jax.rollout.engine import Engine, EngineConfig, GenerateResult
-from adrl_jax.sampling import noise
-from adrl_jax.speculation.ngram import Ngram
-from adrl_jax.speculation.strategy import OFF, Strategy
-from adrl_jax.types import Request, SamplingParams
-from experiments.bench import form, workload
-from experiments.bench.peers import client
-
-SEED = 0
-STRATEGIES = (OFF, Strategy("ngram", 2), Strategy("ngram", 4))
-THRESHOLDS = (1, 6)  # long drafts for small batches, short ones for large
-SAMPLING = SamplingParams(temperature=1.0)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-class Size(NamedTuple):
-    """`prompts` x `samples` responses of exactly `tokens` tokens."""
-
-    name: str
-    prompts: int
-    samples: int
-    tokens: int
-
-
-SIZES = (Size("16", 4, 4, 64), Size("1", 1, 1, 128))
-
-
-def load(name: str) -> weights.Model:
-    """A model by name (`smollm2`) or from a folder or file."""
-    return weights.load_named(name) if name in weights.NAMED else weights.load(name)
-
-
-def requests(model: weights.Model, size: Size) -> list[Request]:
-    return [
-        Request(prompt, visit=0, sample=s, group_id=prompt.prompt_id, max_new_tokens=size.tokens, forced_length=True)
-        for prompt in workload.prompts(model.tokenizer, size.prompts)
-        for s in range(size.samples)
-    ]
-
-
-class Side:
-    """Our rollout of one size under one controller. Calling it gives tokens per second; the last result is kept."""
-
-    def __init__(self, engine: Engine, work: list[Request], bandit: Bandit):
-        self.engine, self.work, self.bandit = engine, work, bandit
-        self.state = bandit.init()
-        self.result: GenerateResult | None = None
-        self.gaps: list[float] = []
-
-    def __call__(self) -> float:
-        self.result = self.engine.generate(self.work, SAMPLING, self.bandit, self.state)
-        self.state = self.result.bandit_state
-        self.gaps.append(self.result.stats.host_gap_fraction)
-        return self.result.stats.tokens_per_s
-
-    def until_compiled(self) -> None:
-        """Runs until a whole rollout meets no new program, so that nothing below compiles."""
-        for _ in range(8):
-            self()
-            say(f"warm-up: {self.result.stats.tokens_per_s:.1f} tokens/s, {len(self.engine.programs)} programs compiled")
-            if self.result.stats.compile_seconds == 0:
-                self.gaps.clear()
-                return
-        raise RuntimeError("the engine keeps compiling new programs")
-
-    @property
-    def step_seconds(self) -> float:
-        """Median seconds of a round in the last rollout."""
-        return statistics.median(x.seconds / x.rounds for x in self.result.stats.launches)
-
-
-def compile_all(engine: Engine, work: list[Request]) -> None:
-    """Compiles every arm at the sizes of this work, so that the bandit's first choices cost what they will cost."""
-    for arm in range(len(engine.config.strategies)):
-        bandit = fixed(arm, len(engine.config.strategies))
-        stats = engine.generate(work, SAMPLING, bandit, bandit.init()).stats
-        say(f"{engine.config.strategies[arm].name}: {stats.compile_seconds:.0f} s compiling, {stats.tokens_per_s:.1f} tokens/s")
-
-
-def noise_seconds(batch: int, vocab: int, repeats: int = 20) -> float:
-    """Median seconds for the random numbers of one decode step, the maximum taken so that none can be left out."""
-
-    @jax.jit
-    def draw(request_keys, positions):
-        keys = noise.position_keys(request_keys, positions, noise.Role.TARGET)
-        return jnp.max(noise.exponential_of_bits(noise.bits(keys, vocab)).reshape(batch, -1, 128), axis=1)
-
-    keys = jnp.asarray(noise.request_keys(SEED, np.arange(batch), 0, 0))
-    side = form.timed(lambda: draw(keys, jnp.full((batch, 1), 100, jnp.int32)))
-    side()
-    return statistics.median(side() for _ in range(repeats))
-
-
-def peer_sides(args, model: weights.Model, work: dict[str, list[Request]], notes: dict[str, str]):
-    """Starts the peers that are asked for: (peers to close, sides by name)."""
-    peers, sides = [], {}
-    chosen = client.names(args.peer, client.GENERATE)
-    folder = str(workload.hf_folder(model)) if chosen else ""
-    for name in chosen:
-        config = {"model": folder, "temperature": SAMPLING.temperature, "seed": SEED}
-        peer, reason = client.start(name, client.GENERATE[name], config, client.pythons(args.peer_python))
-        if peer is None:
-            notes[name] = reason
-            continue
-        peers.append(peer)
-        for size in SIZES:
-            ids = [r.prompt.token_ids.tolist() for r in work[size.name]]
-
-            def side(peer=peer, ids=ids, tokens=size.tokens):
-                record = peer.run(prompts=ids, new_tokens=tokens)
-                return record["tokens"] / record["seconds"]
-
-            sides[f"{name}_tokens_per_s_{size.name}"] = side
-    return peers, sides
+WORKLOADS = ("standard", "longtail", "grid", "group", "tree", "queue")
 
 
 def main(argv=None) -> dict:
     parser = form.parser(__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, default="standard")
     parser.add_argument("--model", default="smollm2", help="smollm2, or a folder or file of weights")
+    parser.add_argument("--drafter", default=None, metavar="FOLDER", help="a drafter from experiments.drafter_warmup")
+    parser.add_argument("--data", default=None, metavar="FOLDER", help="GSM8K's records; word problems of our own without")
     parser.add_argument("--rounds_per_launch", type=int, default=8, help="decode rounds between two looks of the host")
+    parser.add_argument("--temperature", type=float, default=0.9, help="of longtail, grid, group and tree")
+    parser.add_argument(
+        "--simulate_acceptance",
+        type=float,
+        default=None,
+        metavar="P",
+        help="longtail: drafts stand with this chance, unchecked: the engine apart from its drafter's luck",
+    )
+    parser.add_argument("--trace", default=None, metavar="FILE", help="longtail: write the last rollout's Perfetto trace here")
     args = parser.parse_args(argv)
-    model = load(args.model)
-    params = engine_layout(model.params, model.config)
-    config = EngineConfig(
-        seed=SEED,
-        eos_ids=tuple(model.tokenizer.eos_ids),
-        valid_vocab=model.valid_vocab,
-        strategies=STRATEGIES,
-        max_batch=16,
-        batch_buckets=(1, 4, 16),
-        rounds_per_launch=args.rounds_per_launch,
-    )
-    engine = Engine(model.config, config, {"ngram": Ngram()})
-    engine.publish(params, 0)
-    work = {size.name: requests(model, size) for size in SIZES}
-    ours: dict[str, Side] = {}
-    for size in SIZES:
-        compile_all(engine, work[size.name])
-        ours[f"plain_tokens_per_s_{size.name}"] = Side(engine, work[size.name], fixed(0, len(STRATEGIES)))
-        ours[f"spec_tokens_per_s_{size.name}"] = Side(engine, work[size.name], beg(STRATEGIES, THRESHOLDS))
-    for side in ours.values():
-        side.until_compiled()
-
-    notes: dict[str, str] = {}
-    peers, others = peer_sides(args, model, work, notes)
-    try:
-        records = form.alternate({**ours, **others}, args.repeats)
-    finally:
-        for peer in peers:
-            peer.close()
-
-    results = {name: form.median(values) for name, values in records.items()}
-    for name in client.GENERATE:
-        for size in SIZES:
-            results.setdefault(f"{name}_tokens_per_s_{size.name}", None)
-    plain = {size.name: ours[f"plain_tokens_per_s_{size.name}"] for size in SIZES}
-    spec = {size.name: ours[f"spec_tokens_per_s_{size.name}"] for size in SIZES}
-    results["accept_length"] = _accept_length(spec.values())
-    results["host_gap_fraction"] = max(statistics.median(side.gaps) for side in plain.values())
-    results["noise_fraction"] = max(
-        noise_seconds(len(work[name]), model.config.vocab_size) / side.step_seconds for name, side in plain.items()
-    )
-    compare = functools.partial(ties.compare, model.config, params, seed=SEED, valid_vocab=model.valid_vocab)
-    agreements = [compare(plain[s.name].result.rollouts, spec[s.name].result.rollouts) for s in SIZES]
-    results["identical_tokens"] = all(a.identical for a in agreements)
-    results["tie_divergences"] = sum(a.tie_divergences for a in agreements)
-    for size in SIZES:
-        results[f"plain_step_ms_{size.name}"] = 1e3 * plain[size.name].step_seconds
-        results[f"plain_prefill_s_{size.name}"] = plain[size.name].result.stats.prefill_seconds
-        results[f"arms_{size.name}"] = [STRATEGIES[a].name for a in spec[size.name].result.stats.arm_trace]
-        for name in client.GENERATE:
-            peer = f"{name}_tokens_per_s_{size.name}"
-            if peer in records:
-                ratio = form.ratio(records[f"plain_tokens_per_s_{size.name}"], records[peer])
-                results |= ratio.results(f"plain_over_{name}_{size.name}")
-    results["compile_seconds"] = engine.programs.compile_seconds
-    results["programs"] = len(engine.programs)
-    return form.finish("rollout", vars(args), results, args.json, notes)
-
-
-def _accept_length(sides) -> float | None:
-    stats = [side.result.stats for side in sides]
-    passes = sum(s.accept_passes for s in stats)
-    return sum(x.accept_tokens for s in stats for x in s.launches) / passes if passes else None
+    use_compilation_cache("default", None)
+    results, notes = importlib.import_module(f"experiments.bench.rollout_{args.workload}").run(args)
+    name = "rollout" if args.workload == "standard" else f"rollout_{args.workload}"
+    return form.finish(name, vars(args), results, args.json, notes)
 
 
 if __name__ == "__main__":

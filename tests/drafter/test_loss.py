@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from adrl_jax.drafter import loss as drafter_loss
+from adrl_jax.drafter.law_loss import law_loss
 from adrl_jax.drafter.loss import DrafterLossConfig
 from adrl_jax.learner import packing, supervised, update
 from adrl_jax.learner.attention import packed_attention
 from adrl_jax.learner.forward import ForwardConfig, forward, hidden_states
+from adrl_jax.learner.log_probs import head_matrix
 from adrl_jax.learner.losses import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.models.families import ModelConfig
@@ -59,7 +61,7 @@ def unpacked(drafter_params, params, rollouts, temperature):
         )
         entries = jnp.arange(n - 1)[None]
         features, ids, positions = eagle.inputs(hidden, tokens, places, entries, entries + 1)
-        predicted, _ = eagle._predict(
+        predicted, _ = eagle.predict(
             drafter_params, params, TINY, features, ids, positions, cached_attention(entries), init_cache(TINY, 1, n, 1)
         )
         for source in range(max(1, r.prompt_length - 1), n - 1):
@@ -121,7 +123,9 @@ def test_soft_cross_entropy_equals_the_plain_formula(by_row, block):
         return -jnp.sum(p * log_q, axis=1), jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=1)
 
     def ours(guess):
-        return drafter_loss.soft_cross_entropy(params, true, guess, 0.7, valid_vocab=33, vocab_block=block)
+        matrix, by_row = head_matrix(params)
+        out = law_loss(matrix, true, guess[None], 0.7, by_row=by_row, valid_vocab=33, vocab_block=block)
+        return out.value[0], out.overlap[0]
 
     for a, b in zip(ours(guess), plain(guess), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -133,7 +137,8 @@ def test_soft_cross_entropy_equals_the_plain_formula(by_row, block):
 def test_agreement_is_one_for_a_perfect_drafter():
     params = params_of()
     h = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
-    value, agreement = drafter_loss.soft_cross_entropy(params, h, h, 1.0)
+    out = law_loss(params["embedding"], h, h[None], 1.0)
+    value, agreement = out.value[0], out.overlap[0]
     law = jax.nn.log_softmax(h @ params["embedding"].T)
     np.testing.assert_allclose(agreement, 1.0, rtol=1e-5)
     np.testing.assert_allclose(value, -jnp.sum(jnp.exp(law) * law, axis=1), rtol=1e-5)
@@ -155,7 +160,7 @@ def test_documents_do_not_leak():
             batch.positions,
             packed_attention(segments, batch.branch_ids, batch.positions),
             sources=eagle.packed_sources(20, batch.source_index, batch.target_index, batch.target_mask),
-        )
+        )[0]
 
     batch = jax.tree.map(jnp.asarray, batch)
     other = batch._replace(token_ids=jnp.where(batch.segment_ids == 1, (batch.token_ids + 1) % 41, batch.token_ids))
@@ -256,7 +261,10 @@ def test_a_drafter_learns_a_cycle_and_is_accepted():
     [
         (dict(feature_weight=-1.0), "feature_weight=-1.0"),
         (dict(token_weight=float("inf")), "token_weight=inf"),
-        (dict(feature_weight=0.0, token_weight=0.0), "both 0"),
+        (dict(overlap_weight=float("nan")), "overlap_weight=nan"),
+        (dict(depths=0), "depths=0"),
+        (dict(depth_decay=1.5), "depth_decay=1.5"),
+        (dict(feature_weight=0.0, token_weight=0.0), "all 0"),
     ],
 )
 def test_bad_configs_name_field_and_value(fields, message):

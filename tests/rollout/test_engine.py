@@ -174,26 +174,32 @@ def test_programs_are_one_an_arm_and_size_and_compiled_once(world, requests_of):
 
 
 def test_the_bandit_sees_every_launch_once_and_no_compilation(world, requests_of):
-    told = []
+    told, asked = [], []
 
-    def select(state, key, running):
-        assert jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and running >= 1
+    def select(state, key, context):
+        assert jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and context.batch >= context.running >= 1
+        asked.append(context)
         return np.int32(state % 2)
 
-    def update(state, arm, running, tokens, seconds):
-        told.append((arm, running, tokens, seconds))
+    def update(state, report):
+        told.append(report)
         return state + 1
 
     spy = Bandit(lambda: 0, select, update)
     engine = world.engine(batch_buckets=(4, 8), **SMALL)
     engine.generate(requests_of(), SamplingParams(), spy, 0)
     told.clear()
+    asked.clear()
     seen = []
     result = engine.generate(requests_of(), SamplingParams(), spy, 1, on_launch=seen.append)
     launches = result.stats.launches
     assert tuple(seen) == launches
     kept = [x for x in launches if not x.compiled]
-    assert told == [(x.arm, x.running, x.tokens, x.seconds) for x in kept]
+    sizes = lambda x: (x.running, x.batch_bucket, x.cache_bucket)  # noqa: E731
+    assert [(r.arm, r.tokens, r.seconds, r.rounds, r.running, r.batch, r.cache) for r in told] == [
+        (x.arm, x.tokens, x.seconds, x.rounds, *sizes(x)) for x in kept
+    ]
+    assert [tuple(c) for c in asked] == [sizes(x) for x in launches]
     assert result.bandit_state == 1 + len(kept)
     assert sum(x.tokens for x in launches) == sum(r.response_length for r in result.rollouts)
     assert all(b.start >= a.start + a.seconds for a, b in itertools.pairwise(launches))
@@ -239,9 +245,9 @@ def test_sizes_come_in_few_steps():
 def test_a_launch_is_charged_for_its_drafters_catching_up(world, monkeypatch):
     real = Serving._catch_up
 
-    def slow(self, state, strategy, missing):
+    def slow(self, strategy):
         time.sleep(0.05)
-        return real(self, state, strategy, missing)
+        return real(self, strategy)
 
     monkeypatch.setattr(Serving, "_catch_up", slow)
     config = EngineConfig(SEED, EOS, VALID, (OFF, Strategy("ngram", 3)), max_batch=8, batch_buckets=(8,), cache_bucket=128)

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from adrl_jax.bandit.base import Context
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.metrics import CompileClock
 from adrl_jax.runtime import compare
@@ -32,7 +33,7 @@ class Engine:
     def generate(self, requests, sampling, bandit, state, *, on_launch=None):
         import time
 
-        arm = int(bandit.select(state, None, 1))
+        arm = int(bandit.select(state, None, Context(1, 1, 64)))
         time.sleep(0.02 if arm else 0.04)
         ids = [1, 2, 3, 4] if not (arm and self.spoil) else [1, 2, 3]
         launch = types.SimpleNamespace(arm=arm, running=1, start=0.5, seconds=0.25)

@@ -8,12 +8,18 @@ import tiny
 
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation import verify
-from adrl_jax.speculation.drafter import grow_cache
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.history import History
+from adrl_jax.speculation.merged import Merged
 from adrl_jax.speculation.model import ModelDrafter
 
 ROWS, CAPACITY, DEPTH = 3, 20, 4
-DRAFTERS = {"eagle": Eagle(tiny.LLAMA), "model": ModelDrafter(tiny.LLAMA, tiny.SIZES["vocab_size"])}
+DRAFTERS = {
+    "eagle": Eagle(tiny.LLAMA),
+    "model": ModelDrafter(tiny.LLAMA, tiny.SIZES["vocab_size"]),
+    # Without references it has nothing to copy, so it must do what its learned drafter does.
+    "merged": Merged(History(8, own_text=False), Eagle(tiny.LLAMA)),
+}
 
 
 class Bench:
@@ -126,7 +132,7 @@ def test_states_grow_and_rows_move(bench):
         bench.propose(moved, length[order])[0].log_q[1], bench.propose(state, length)[0].log_q[1], atol=2e-5
     )
     with pytest.raises(ValueError, match="capacity=4"):
-        grow_cache(state.cache, 4)
+        bench.drafter.grow(state, 4)
 
 
 def test_shapes_are_those_a_loop_needs(bench):

@@ -56,7 +56,7 @@ def packed_predictions(target, params, row, hidden=None):
     entries = eagle.entry_segments(segments)
     sources = eagle.packed_sources(ids.shape[1], source, where, jnp.ones_like(where, bool))
     attend = packed_attend(entries, branches)
-    return eagle.packed_forward(params, target, CONFIG, hidden, ids, positions, attend, sources=sources)[0]
+    return eagle.packed_forward(params, target, CONFIG, hidden, ids, positions, attend, sources=sources)[0][0]
 
 
 @jax.jit
@@ -127,7 +127,7 @@ def test_later_drafts_feed_the_prediction_back():
         entries = jnp.arange(12)[None]
         features, ids, at = eagle.inputs(imagined, text, entries, entries, entries + 1)
         attend = packed_attend(jnp.ones((1, 12), jnp.int32), jnp.zeros((1, 12), jnp.int32))
-        return eagle._predict(params, target, CONFIG, features, ids, at, attend, None)[0]
+        return eagle.predict(params, target, CONFIG, features, ids, at, attend, None)[0]
 
     proposal = propose()
     # By hand: greedy drafts, each prediction put where the target's hidden state would be.

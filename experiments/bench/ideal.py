@@ -1,0 +1,128 @@
+"""How fast a rollout could be, given what a round of each strategy takes and how often drafts stand.
+
+The rows of a rollout are advanced as a fluid: a round of an arm commits its expected tokens to every row. Between two ends of
+rows the best arm for that many rows is known from the table, so the ideal is the sum over these stretches. Real rollouts
+also wait for the end of a launch, round up to whole tokens, and have to find the best arm out; both sides of a speed-up do
+the first two.
+
+Letters: `A` strategies, `D` depths.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from adrl_jax.rollout.stats import LaunchRecord
+from adrl_jax.speculation.strategy import Strategy
+
+Latency = dict[tuple[int, int, int], float]
+"""`(arm, batch bucket, cache bucket) -> seconds of a round`."""
+
+
+def latencies(launches: Iterable[LaunchRecord]) -> Latency:
+    """Median seconds of a round, from launches that compiled nothing; drafters' catching up is left out."""
+    seen: dict[tuple[int, int, int], list[float]] = {}
+    for x in launches:
+        if not x.compiled:
+            key = (x.arm, x.batch_bucket, x.cache_bucket)
+            seen.setdefault(key, []).append((x.seconds - x.catch_up_seconds) / x.rounds)
+    return {key: statistics.median(values) for key, values in seen.items()}
+
+
+def acceptance(launches: Iterable[LaunchRecord], arms: Sequence[Strategy]) -> dict[str, np.ndarray]:
+    """By drafter and width (`eagle`, `eagle-w4`): the chance that a draft of each depth stands, all before it having stood.
+
+    float64 `[D]`; depths never looked at take the value of the deepest that was.
+    """
+    totals: dict[str, np.ndarray] = {}
+    deepest = max([1, *(s.depth for s in arms)])
+    for x in launches:
+        strategy = arms[x.arm]
+        if strategy.speculates:
+            counts = totals.setdefault(family(strategy), np.zeros((2, deepest)))
+            counts[0, : len(x.examined)] += x.examined
+            counts[1, : len(x.accepted)] += x.accepted
+    found = {}
+    for name, (examined, accepted) in totals.items():
+        chances = np.divide(accepted, examined, out=np.full(deepest, np.nan), where=examined > 0)
+        for d in range(deepest):
+            if np.isnan(chances[d]):
+                chances[d] = chances[d - 1] if d else 0.0
+        found[name] = chances
+    return found
+
+
+def family(strategy: Strategy) -> str:
+    """What acceptance is shared by: the drafter, and the width of its trees."""
+    return strategy.drafter if strategy.width == 1 else f"{strategy.drafter}-w{strategy.width}"
+
+
+def expected_tokens(strategy: Strategy, chances: Mapping[str, np.ndarray]) -> float:
+    """Tokens a round commits to a row: 1 + the chances that the first, first two, … drafts all stand."""
+    if not strategy.speculates:
+        return 1.0
+    return 1.0 + float(np.cumprod(chances[family(strategy)][: strategy.depth]).sum())
+
+
+def seconds(
+    lengths: Sequence[int],
+    prompt: int,
+    arms: Sequence[Strategy],
+    table: Latency,
+    chances: Mapping[str, np.ndarray],
+    batches: Sequence[int],
+    allowed: Sequence[int] | None = None,
+) -> float:
+    """Seconds of decoding responses of these lengths (tokens), always with the best of the `allowed` arms (all where None).
+
+    Args:
+        prompt: tokens in a row's cache before.
+        batches: compiled batch sizes.
+
+    Raises:
+        ValueError: the table has no entry at a batch size that is needed.
+    """
+    allowed = range(len(arms)) if allowed is None else allowed
+    total, done = 0.0, 0.0
+    for end in sorted(set(lengths)):
+        running = sum(n >= end for n in lengths)
+        batch = min(b for b in batches if b >= running)
+        best = 0.0
+        for arm in allowed:
+            t = _lookup(table, arm, batch, prompt + (done + end) / 2)
+            if t is not None:
+                best = max(best, expected_tokens(arms[arm], chances) / t)
+        if not best:
+            raise ValueError(f"no latency is known at batch={batch}; the table has {sorted(table)}")
+        total += (end - done) / best
+        done = end
+    return total
+
+
+def _lookup(table: Latency, arm: int, batch: int, cache: float) -> float | None:
+    """The entry with the nearest cache capacity that holds the rows, else the nearest."""
+    found = {c: t for (a, b, c), t in table.items() if (a, b) == (arm, batch)}
+    if not found:
+        return None
+    return found[min(found, key=lambda c: (c < cache, abs(c - cache)))]
+
+
+def accept_length_needed(target: float, plain: float, ideal_of, depth: int) -> float | None:
+    """The accept length at which the table allows a speed-up of `target`, for drafts that all stand with the same chance.
+
+    Args:
+        plain: seconds without speculation.
+        ideal_of: `chance -> seconds` with the best arms.
+        depth: at which the accept length is told.
+
+    Returns:
+        None where no chance is enough.
+    """
+    if plain / ideal_of(1.0) < target:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if plain / ideal_of(middle) >= target else (middle, high)
+    return 1.0 + sum(high**d for d in range(1, depth + 1))
