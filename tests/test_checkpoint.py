@@ -43,6 +43,18 @@ def test_round_trip_keeps_types_dtypes_and_values(tmp_path):
     saver.close()
 
 
+def test_what_is_renewed_stays_as_it_was_given(tmp_path):
+    saver = Checkpointer(tmp_path)
+    saver.save(1, make_state(3.0), {})
+    other = make_state(0.0)._replace(params={"w": jnp.full((5,), 7.0), "new": jnp.zeros(2)})
+    with pytest.raises(CheckpointMismatch, match="params/new: missing"):
+        saver.restore(1, other, renew=("opt_state",))
+    back = saver.restore(1, other, renew=("params",))
+    assert_equal(back.params, other.params)
+    assert_equal((back.opt_state, back.step), (make_state(3.0).opt_state, make_state(3.0).step))
+    saver.close()
+
+
 def test_a_step_being_written_is_not_there_yet_and_the_last_two_stay(tmp_path):
     saver = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 3):

@@ -1,19 +1,22 @@
-"""How likely drafts stand: one belief a drafter and depth, shared by every strategy that uses the drafter.
+"""How likely drafts stand: one belief shared by all strategies, so that a launch of one tells about every other.
 
 A *curve* is what strategies share: the drafter of chains; drafter, width and verify tokens of trees, since the slots left at
-a level depend on them. `a[j]` is the chance that the draft at depth `j + 1` stands given that all before it did; a drafter
+a level depend on them. `a[c, j]` is the chance that the draft at depth `j + 1` stands given that all before it did; a drafter
 that offers none counts as one that did not stand. A round of depth `d` then commits on average
 
-    E(d) = 1 + sum_{i < d} prod_{j <= i} a[j]        tokens a row.
+    E(c, d) = 1 + sum_{i < d} prod_{j <= i} a[c, j]        tokens a row.
 
-The belief at a depth is a Beta law with discounted counts. Its prior mean follows the depth before, a little lower, so that a
-shallow strategy's evidence tells about the deeper ones; its strength is small, so that a depth's own evidence soon rules.
+The belief is a normal law of all log-odds together, a Kalman filter (binomial counts enter through their curvature):
 
-Drift: a short memory runs beside the long one. Where the two contradict each other by more than chance would, the long one is
-dropped for the short one. A curve that gives no evidence (nobody ran it) is each launch with chance `HAZARD` no longer what
-it was, so its belief slowly becomes a mixture with the prior.
+    prior    a level for each drafter, a smaller one for each of its curves, and a random walk along the depths, so that shallow
+             counts tell about deeper drafts, and a tree's about those of the same drafter;
+    time     each launch the same kinds of change may have happened, so what nobody observes becomes uncertain;
+    jumps    counts that contradict the belief by more than chance widen it before they enter.
 
-Letters: `C` curves, `D` depths.
+The last is about curves that run. One that does not is each launch with chance `HAZARD` no longer what it was; draws from the
+belief respect that, its mean does not.
+
+Letters: `C` curves, `D` depths, `N = C * D`, `M` draws.
 """
 
 from collections.abc import Sequence
@@ -25,43 +28,43 @@ import numpy as np
 
 from adrl_jax.bandit.base import Arm, Report, tokens_to_verify
 
-PRIOR = 0.6  # chance that the first draft of an unknown drafter stands
-STRENGTH = 2.0  # row-passes that a prior counts as
-DECAY = 0.95  # prior mean of a depth over the mean of the depth before
-SIBLINGS = 4.0  # most row-passes that curves of the same drafter count as
-FULL_LAUNCH = 128.0  # rows of one launch resemble each other: their evidence saturates here
-LONG, SHORT = 0.97, 0.7  # discounts a launch of the curve
-SURPRISE = 3.0  # standard deviations by which the memories must differ
-NEVER = 1e6
+FIRST, FALL = 0.4, 0.05  # log-odds of the first draft of an unknown drafter, and what each further depth takes off
+DRAFTER, CURVE, DEPTH = 1.0, 0.5, 0.3  # prior standard deviations: of a drafter's level, a curve's, a step in depth
+DRIFT = 0.05  # standard deviation of the level's change in a launch; curve and depth in proportion
+JUMP, SURPRISE = 1.0, 3.0  # standard deviation of the level's change in a jump; deviations at which counts prove one
+FULL_LAUNCH = 64.0  # rows of one launch resemble each other: their evidence saturates here
 HAZARD = 0.02  # chance a launch that a curve nobody runs has changed
+NEVER = 1e6  # age of a curve that never ran
 
 
 class Acceptance(NamedTuple):
     """Attributes:
-    trials, stood: float32 `[C, D]`, discounted row-passes that came to a depth, and those in which its draft stood.
-    recent_trials, recent_stood: float32 `[C, D]`, the same with the short memory.
-    age: float32 `[C]`, launches since the curve's last evidence; `NEVER` where there was none.
+    logit: float32 `[C, D]`, mean log-odds.
+    covariance: float32 `[N, N]`, of them.
+    age: float32 `[C]`, launches since the last evidence about the curve's drafter; less where it was little.
     """
 
-    trials: jax.Array
-    stood: jax.Array
-    recent_trials: jax.Array
-    recent_stood: jax.Array
+    logit: jax.Array
+    covariance: jax.Array
     age: jax.Array
 
 
 class Curves(NamedTuple):
-    """Which strategies share a curve.
+    """Which strategies share a curve, and what is believed beforehand.
 
     Attributes:
         names: of the curves, in order of first appearance.
-        of_arm: int `[A]`, an arm's curve; 0 for the one without speculation, whose depth of 0 makes it irrelevant.
-        siblings: bool `[C, C]`, distinct curves of one drafter.
+        of_arm: int32 `[A]`, an arm's curve; 0 for the one without speculation, whose depth of 0 makes it irrelevant.
+        owner: int32 `[C]`, a number for each drafter.
+        logit: float32 `[C, D]`, prior mean.
+        shape: float32 `[N, N]`, prior covariance.
     """
 
     names: tuple[str, ...]
     of_arm: np.ndarray
-    siblings: np.ndarray
+    owner: np.ndarray
+    logit: np.ndarray
+    shape: np.ndarray
 
 
 def drafter_of(strategy: Arm) -> str:
@@ -75,17 +78,26 @@ def curve_name(strategy: Arm) -> str:
     return drafter_of(strategy) + tree
 
 
-def curves(strategies: Sequence[Arm]) -> Curves:
-    drafters = {curve_name(s): drafter_of(s) for s in strategies if s.depth > 0}
-    names = tuple(drafters) or ("",)
+def curves(strategies: Sequence[Arm], depth: int) -> Curves:
+    """Lays out the curves of the strategies over `depth` depths."""
+    kinds = {curve_name(s): s for s in strategies if s.depth > 0}
+    names, drafters = tuple(kinds) or ("",), [drafter_of(s) for s in kinds.values()] or [""]
     of_arm = np.asarray([names.index(curve_name(s)) if s.depth > 0 else 0 for s in strategies], np.int32)
-    owners = np.asarray([drafters.get(name, "") for name in names])
-    return Curves(names, of_arm, (owners[:, None] == owners) & ~np.eye(len(names), dtype=bool))
+    owner = np.asarray([list(dict.fromkeys(drafters)).index(drafter) for drafter in drafters], np.int32)
+    sizes = np.log2([[getattr(s, "width", 1), tokens_to_verify(s)] for s in kinds.values()] or [[1, 1]])
+    apart = np.abs(sizes[:, None] - sizes).sum(-1)  # in doublings of width and verify tokens
+    related = (owner[:, None] == owner).astype(float)  # [C, C]
+    level = related * (DRAFTER**2 + CURVE**2 * np.exp(-apart / 3))
+    walk = DEPTH**2 * np.minimum.outer(np.arange(depth), np.arange(depth))  # [D, D]
+    shape = np.kron(level, np.ones((depth, depth))) + np.kron(related * np.exp(-apart / 10), walk)
+    shape += 1e-3 * np.eye(len(names) * depth)
+    logit = np.broadcast_to(FIRST - FALL * np.arange(depth), (len(names), depth))
+    return Curves(names, of_arm, owner, logit.astype(np.float32), shape.astype(np.float32))
 
 
-def init(num_curves: int, depth: int) -> Acceptance:
-    zeros = jnp.zeros((num_curves, depth), jnp.float32)
-    return Acceptance(zeros, zeros, zeros, zeros, jnp.full((num_curves,), NEVER, jnp.float32))
+def init(layout: Curves) -> Acceptance:
+    ages = jnp.full((len(layout.names),), NEVER, jnp.float32)
+    return Acceptance(jnp.asarray(layout.logit), jnp.asarray(layout.shape), ages)
 
 
 def evidence(report: Report, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,71 +114,68 @@ def evidence(report: Report, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(within, came, 0.0), jnp.minimum(stood, came)
 
 
-def update(state: Acceptance, curve: jax.Array, trials: jax.Array, stood: jax.Array) -> Acceptance:
+def update(state: Acceptance, layout: Curves, curve: jax.Array, trials: jax.Array, stood: jax.Array) -> Acceptance:
     """Everything grows a launch older; `curve` learns from `trials` and `stood` `[D]`, all zero where nothing was drafted."""
     weight = 1.0 / (1.0 + trials[0] / FULL_LAUNCH)
-    seen = trials[0] > 0
     trials, stood = weight * trials, weight * stood
-    keep_short, keep_long = jnp.where(seen, SHORT, 1.0), jnp.where(seen, LONG, 1.0)
-    short = keep_short * state.recent_trials[curve] + trials, keep_short * state.recent_stood[curve] + stood
-    surprised = seen & (_surprise(*short, state.trials[curve], state.stood[curve]) > SURPRISE)
-    long_ = keep_long * state.trials[curve] + trials, keep_long * state.stood[curve] + stood
-    kept = [jnp.where(surprised, s, l) for s, l in zip(short, long_)]
+    count, depth = layout.logit.shape
+    prior = jnp.asarray(layout.shape)
+
+    # Time. A curve as uncertain as it was at first cannot become more so.
+    room = jnp.clip(1.0 - jnp.diagonal(state.covariance)[::depth] / jnp.diagonal(prior)[::depth], 0.0, 1.0)
+    room = jnp.repeat(jnp.sqrt(room), depth)
+    covariance = state.covariance + (DRIFT / DRAFTER) ** 2 * prior * room[:, None] * room
+
+    logit = state.logit[curve]
+    chance = jax.nn.sigmoid(logit)
+    excess = stood - trials * chance
+    # Slope of the logistic curve between what was believed and what was seen: a Newton step that does not overshoot.
+    seen = jnp.clip((stood + chance) / (trials + 1.0), 1e-4, 1.0 - 1e-4)
+    apart = jnp.log(seen / (1.0 - seen)) - logit
+    flat = jnp.abs(apart) < 1e-3
+    slope = jnp.where(flat, chance * (1.0 - chance), (seen - chance) / jnp.where(flat, 1.0, apart))
+    known = jnp.sqrt(trials * slope)  # [D]
+
+    # A jump. All depths together, as a drafter gets better or worse as a whole.
+    rows = jnp.arange(count * depth).reshape(count, depth)[curve]
+    own = covariance[rows][:, rows]
+    information = trials * chance * (1.0 - chance)
+    scatter = information.sum() + information @ own @ information
+    jumped = jnp.abs(excess.sum()) > SURPRISE * jnp.sqrt(scatter + 0.1)
+    kin = jnp.repeat(jnp.asarray(layout.owner) == jnp.asarray(layout.owner)[curve], depth).astype(jnp.float32)
+    covariance = covariance + jnp.where(jumped, (JUMP / DRAFTER) ** 2, 0.0) * prior * kin[:, None] * kin
+
+    # Evidence.
+    reach = covariance[:, rows] * known  # [N, D]
+    inner = jnp.eye(depth) + known[:, None] * reach[rows]
+    solved = jnp.linalg.solve(inner, reach.T)  # [D, N]
+    covariance = covariance - reach @ solved
+    moved = state.logit + (covariance[:, rows] @ excess).reshape(count, depth)
+
     age = jnp.minimum(state.age + 1.0, NEVER)
-    fresh = jnp.where(seen, age[curve] * STRENGTH / (STRENGTH + trials[0]), age[curve])
-    return Acceptance(
-        state.trials.at[curve].set(kept[0]),
-        state.stood.at[curve].set(kept[1]),
-        state.recent_trials.at[curve].set(short[0]),
-        state.recent_stood.at[curve].set(short[1]),
-        age.at[curve].set(fresh),
-    )
+    related = jnp.asarray(layout.owner) == jnp.asarray(layout.owner)[curve]
+    age = jnp.where(related, age * 2.0 / (2.0 + trials[0]), age)
+    return Acceptance(jnp.clip(moved, -7.0, 7.0), (covariance + covariance.T) / 2, age)
 
 
-def _surprise(trials, stood, before_trials, before_stood) -> jax.Array:
-    """Standard deviations between recent and earlier acceptance, all depths together: a drafter gets better or worse as a whole."""
-    before = (before_stood + 0.5) / (before_trials + 1.0)
-    scatter = trials * before * (1 - before) * (1 + trials / (before_trials + 1.0))
-    return jnp.abs(jnp.sum(stood - trials * before)) / jnp.sqrt(scatter.sum() + 0.1)
+def means(state: Acceptance) -> jax.Array:
+    """`a` at the mean log-odds, float32 `[C, D]`."""
+    return jax.nn.sigmoid(state.logit)
 
 
-def means(state: Acceptance, siblings: np.ndarray) -> jax.Array:
-    """Posterior mean of `a`, float32 `[C, D]`."""
-    return _chain(state.trials, state.stood, siblings, jnp.zeros(state.age.shape))
-
-
-def sample(state: Acceptance, siblings: np.ndarray, key: jax.Array, draws: int) -> tuple[jax.Array, jax.Array]:
+def sample(state: Acceptance, layout: Curves, key: jax.Array, draws: int) -> tuple[jax.Array, jax.Array]:
     """Draws of `a` from the belief, float32 `[M, C, D]`, and in which a curve has changed since it was last run, bool `[M, C]`."""
-    coin, normal = jax.random.split(key)
-    shape = draws, state.age.shape[0]
-    changed = jax.random.uniform(coin, shape) < 1.0 - jnp.exp(-HAZARD * state.age)
-    keep = jnp.where(changed, 0.0, 1.0)[..., None]
-    return _chain(keep * state.trials, keep * state.stood, siblings, jax.random.normal(normal, shape)), changed
-
-
-def _chain(trials, stood, siblings, noise) -> jax.Array:
-    """Depth by depth: prior from the depth before (and the drafter's other curves), then the own counts; `[..., C, D]`.
-
-    `noise` `[..., C]` are standard deviations to add, the same at all depths: a drafter is better or worse as a whole.
-    """
-    others = jnp.asarray(siblings, jnp.float32)
-
-    def deeper(mean, counts):
-        trials, stood = counts
-        prior = DECAY * mean
-        if siblings.any():
-            known, good = trials @ others, stood @ others
-            weight = jnp.minimum(known, SIBLINGS)
-            prior = (STRENGTH * prior + weight * good / jnp.maximum(known, 1e-6)) / (STRENGTH + weight)
-        count = STRENGTH + trials
-        mean = (STRENGTH * prior + stood) / count
-        deviation = jnp.sqrt(mean * (1.0 - mean) / (count + 1.0))
-        mean = jnp.clip(mean + noise * deviation, 0.001, 0.999)
-        return mean, mean
-
-    start = jnp.full(trials.shape[:-1], PRIOR / DECAY, jnp.float32)
-    depths_first = jnp.moveaxis(trials, -1, 0), jnp.moveaxis(stood, -1, 0)
-    return jnp.moveaxis(jax.lax.scan(deeper, start, depths_first)[1], 0, -1)
+    coin_key, key = jax.random.split(key)
+    owner = jnp.asarray(layout.owner)
+    coin = jax.random.uniform(coin_key, (draws, len(layout.names)))[:, owner]  # one for each drafter
+    changed = coin < 1.0 - jnp.exp(-HAZARD * state.age)
+    noise = jax.random.normal(key, (draws, layout.shape.shape[0]))
+    size = layout.shape.shape[0]
+    kept = state.logit.ravel() + noise @ jnp.linalg.cholesky(state.covariance + 1e-4 * jnp.eye(size)).T
+    anew = jnp.asarray(layout.logit).ravel() + noise @ jnp.asarray(np.linalg.cholesky(layout.shape)).T
+    shape = (draws, *layout.logit.shape)
+    drawn = jnp.where(changed[..., None], anew.reshape(shape), kept.reshape(shape))
+    return jax.nn.sigmoid(drawn), changed
 
 
 def expected_tokens(a: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ def goodput(
     batch_buckets: Sequence[int],
     *,
     cache_buckets: int = 24,
-    exploration: float = 0.002,
+    exploration: float = 0.003,
 ) -> Bandit:
     """Builds the controller.
 
@@ -88,15 +88,15 @@ def goodput(
     if not 0 <= exploration < 1:
         raise ValueError(f"exploration={exploration!r} must be in [0, 1)")
     layout = latency.cells(strategies, batch_buckets, cache_buckets)
-    curves, deepest = acceptance.curves(strategies), report_depth(strategies)
+    deepest = report_depth(strategies)
+    curves = acceptance.curves(strategies, deepest)
     depths = np.asarray([s.depth for s in strategies], np.int32)
     speculates, of_arm = jnp.asarray(depths > 0), jnp.asarray(curves.of_arm)
     same = jnp.asarray((curves.of_arm[:, None] == curves.of_arm) & (depths > 0))
 
     def init():
         zero = jnp.zeros((), jnp.float32)
-        beliefs = acceptance.init(len(curves.names), deepest)
-        return GoodputState(beliefs, latency.init(layout), zero, zero, zero)
+        return GoodputState(acceptance.init(curves), latency.init(layout), zero, zero, zero)
 
     def tokens_of(a):
         return acceptance.expected_tokens(a)[..., of_arm, depths]
@@ -104,15 +104,14 @@ def goodput(
     def look(state, context) -> Outlook:
         row, column = latency.locate(layout, context.batch, context.cache)
         log_seconds, deviation = latency.predict(state.latency, layout, row, column)
-        a = acceptance.means(state.acceptance, curves.siblings)
-        return Outlook(tokens_of(a), jnp.exp(log_seconds), deviation)
+        return Outlook(tokens_of(acceptance.means(state.acceptance)), jnp.exp(log_seconds), deviation)
 
     def select(state, key, context):
         outlook = look(state, context)
         rate, loss = jnp.log(outlook.rate), outlook.loss
         best = jnp.argmax(rate)
         accept_key, latency_key = jax.random.split(key)
-        a, changed = acceptance.sample(state.acceptance, curves.siblings, accept_key, DRAWS)
+        a, changed = acceptance.sample(state.acceptance, curves, accept_key, DRAWS)
         tokens = jnp.log(tokens_of(a))  # [M, A]
         noise = outlook.deviation * jax.random.normal(latency_key, tokens.shape)
         drawn = tokens - jnp.log(outlook.seconds)
@@ -140,7 +139,7 @@ def goodput(
         purse = state.purse + exploration * report.seconds - jnp.where(first, 0.0, outlook.loss[arm] * report.seconds)
         most = RESERVE * seconds if exploration > 0 else 0.0
         return GoodputState(
-            acceptance.update(state.acceptance, of_arm[arm], trials, stood),
+            acceptance.update(state.acceptance, curves, of_arm[arm], trials, stood),
             latency.update(
                 state.latency,
                 (row, column, arm),

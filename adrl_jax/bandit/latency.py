@@ -25,10 +25,11 @@ CACHE_STEPS = 2  # cache buckets an octave
 LEAST_CACHE = 32  # tokens of cache bucket 0
 MEMORY = 20.0  # launches that a cell remembers
 SLOW = 0.2  # log-seconds off the estimate at which a launch counts half
-OWN = 0.15  # standard deviation of one launch, log-seconds
+OWN = 0.1  # standard deviation of one launch, log-seconds
 SELF = 0.06  # standard deviation of a launch that the other launches of the time do not share, log-seconds
 CALM, WIND = 0.97, 0.25  # a slow-down that all arms share: what is left of it a launch later, gain of its estimate
 UNIT = 3.0  # standard deviation of the log of a machine's speed before anything was measured
+ODD = 0.1  # what no law and no neighbour tells of a cell
 LAW = 0.2  # standard deviation of a prediction where nothing near was measured
 
 
@@ -134,7 +135,7 @@ def predict(state: Latency, layout: Cells, row: jax.Array, column: jax.Array) ->
     own, count = state.log_seconds[row, column], state.weight[row, column]
 
     scale_known = 1.0 / (UNIT**-2 + trust.sum() / OWN**2)  # variance of the common scale: large before the first report
-    guess_precision, own_precision = 1.0 / (LAW**2 / (0.5 + total) + scale_known), count / OWN**2
+    guess_precision, own_precision = 1.0 / (LAW**2 / (0.5 + total) + ODD**2 + scale_known), count / OWN**2
     precision = guess_precision + own_precision
 
     def settle(guess):

@@ -106,7 +106,8 @@ def run(
         rounds: `R`.
     """
     depths = jnp.asarray([s.depth for s in strategies], jnp.int32)
-    of_arm, deepest = jnp.asarray(curves(strategies).of_arm), report_depth(strategies)
+    deepest = report_depth(strategies)
+    of_arm = jnp.asarray(curves(strategies, deepest).of_arm)
     rollout_key, launch_key = jax.random.split(key)
 
     def begin(now, key):

@@ -10,6 +10,7 @@ The nodes of a draft tree are not written to the cache: several share a position
 and `commit_path` writes those of the path that stands.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -74,8 +75,8 @@ def cached_attention(positions: jax.Array):
     start = positions[:, 0]
 
     def attend(q, k, v, *, layer, window, cache):
-        keys = _write(cache.keys[layer], k.transpose(0, 2, 3, 1), start, 3)
-        values = _write(cache.values[layer], v.swapaxes(1, 2), start, 2)
+        keys = write_rows(cache.keys[layer], k.transpose(0, 2, 3, 1), start, 3)
+        values = write_rows(cache.values[layer], v.swapaxes(1, 2), start, 2)
         cache = _with_layer(cache, layer, keys, values)
         return masked_attention(q, keys, values, _visible(positions, keys.shape[3], window)), cache
 
@@ -141,7 +142,7 @@ def commit_path(cache: TreeCache, path: jax.Array, start: jax.Array) -> KVCache:
 
     def commit(past, fresh, axis):
         at = path.reshape(path.shape[0], *[-1 if a == axis else 1 for a in range(1, 4)])
-        return _write(past, jnp.take_along_axis(fresh, at, axis=axis), start, axis)
+        return write_rows(past, jnp.take_along_axis(fresh, at, axis=axis), start, axis)
 
     past, fresh = cache
     return KVCache(
@@ -150,11 +151,11 @@ def commit_path(cache: TreeCache, path: jax.Array, start: jax.Array) -> KVCache:
     )
 
 
-def _write(buffer: jax.Array, fresh: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+def write_rows(buffer: jax.Array, fresh: jax.Array, start: jax.Array, axis: int) -> jax.Array:
     """Row b of `fresh` written to row b of `buffer` from index `start[b]` of `axis` (of both) on."""
 
     def write(b, f, s):
-        return jax.lax.dynamic_update_slice(b, f, [s if a == axis - 1 else 0 for a in range(b.ndim)])
+        return jax.lax.dynamic_update_slice(b, f.astype(b.dtype), [s if a == axis - 1 else 0 for a in range(b.ndim)])
 
     return jax.vmap(write)(buffer, fresh, start)
 
@@ -200,9 +201,10 @@ def _attention(q: jax.Array, parts: tuple[tuple[jax.Array, jax.Array, jax.Array]
     every = [scores(keys, visible) for keys, _, visible in parts]
     weights = jax.nn.softmax(every[0] if len(parts) == 1 else jnp.concatenate(every, axis=-1), axis=-1)
     ends = np.cumsum([x.shape[-1] for x in every])[:-1]
-    out = 0
+    outs = []
     for part, (_, values, _) in zip(jnp.split(weights, ends, axis=-1), parts):
         part = part.astype(values.dtype).reshape(batch * kv_heads, length * group, -1)
         values = values.reshape(batch * kv_heads, -1, dim)
-        out += jax.lax.dot_general(part, values, (((2,), (1,)), ((0,), (0,))))
+        outs.append(jax.lax.dot_general(part, values, (((2,), (1,)), ((0,), (0,)))))
+    out = functools.reduce(jnp.add, outs)
     return out.reshape(batch, kv_heads, length, group, dim).swapaxes(1, 2).reshape(batch, length, heads, dim)

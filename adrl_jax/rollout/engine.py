@@ -13,6 +13,7 @@ from adrl_jax.rollout.round import drafter_or_none
 from adrl_jax.rollout.serving import GenerateResult, Served, Serving
 from adrl_jax.rollout.settings import EngineConfig
 from adrl_jax.rollout.stats import LaunchRecord
+from adrl_jax.rollout.tree_round import check_tree
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.types import Request, SamplingParams
@@ -34,12 +35,14 @@ class Engine:
             drafters: by name; every strategy's drafter must be there.
 
         Raises:
-            ValueError: a strategy names an unknown drafter; ids or lengths exceed the model's.
+            ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's.
         """
         self.model_config, self.config = model_config, config
         self.drafters = dict(drafters or {})
         for strategy in config.strategies:
-            drafter_or_none(strategy, self.drafters)
+            drafter = drafter_or_none(strategy, self.drafters)
+            if strategy.width > 1:
+                check_tree(strategy, drafter)
         vocab, limit = model_config.vocab_size, model_config.max_positions
         if config.valid_vocab is not None and not 1 <= config.valid_vocab <= vocab:
             raise ValueError(f"EngineConfig.valid_vocab={config.valid_vocab} must be in [1, {vocab}], the model's vocab_size")

@@ -11,15 +11,17 @@ from adrl_jax.speculation.history_store import HistoryStore, References
 from adrl_jax.types import Request
 
 
-def readers(drafters: Mapping[str, Drafter]) -> dict[str, int]:
-    """Drafters that take references, and how many tokens a row's reference has."""
-    return {name: d.reference_capacity for name, d in drafters.items() if getattr(d, "reference_capacity", 0)}
+def readers(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
+    """Drafters that take references."""
+    return {name: d for name, d in drafters.items() if getattr(d, "reference_capacity", 0)}
 
 
-def gather(store: HistoryStore, requests: Iterable[Request | None], capacity: int) -> References:
-    """References of rows; a row without a request gets an empty one."""
+def gather(store: HistoryStore, requests: Iterable[Request | None], drafter: Drafter) -> References:
+    """References of rows for a drafter that takes some; a row without a request gets an empty one."""
     rows = [(-1, -1) if r is None else (r.prompt.prompt_id, r.sample) for r in requests]
-    return store.references([p for p, _ in rows], capacity, [s for _, s in rows])
+    # Which sample a row is matters only where its own earlier text is drafted position by position.
+    samples = [s for _, s in rows] if drafter.positional else None
+    return store.references([p for p, _ in rows], drafter.reference_capacity, samples)
 
 
 def give(

@@ -15,6 +15,7 @@ from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
 from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
+from adrl_jax.rollout.tree_round import tree_round
 from adrl_jax.sampling import noise
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation import verify
@@ -85,8 +86,11 @@ def unpack_summary(packed: np.ndarray, batch: int, depth: int, drafters: Mapping
 def missing_entries(state: RolloutState, drafter: Drafter) -> jax.Array:
     """The most entries a running row's drafter lacks, int32 `[]`.
 
-    A row of n tokens has n - 1 entries in a drafter that reads hidden states (the last token's is not known yet), n in others.
+    A row of n tokens has n - 1 entries in a drafter that reads hidden states (the last token's is not known yet), n in others,
+    and none in one that only looks at the text.
     """
+    if not getattr(drafter, "keeps_entries", True):
+        return jnp.int32(0)
     complete = state.length - 1 if drafter.uses_hidden else state.length
     return jnp.max(jnp.where(state.running, complete - state.drafter_states[drafter.name].length, 0))
 
@@ -125,6 +129,8 @@ def decode_round(
         params: the target's, in engine layout.
         drafter_params: the drafter's, or None.
     """
+    if strategy.width > 1:
+        return tree_round(config, strategy, drafter, params, drafter_params, state)
     running = state.running
     if strategy.speculates:
         drafts, count, log_q, bad, state = _draft(config, strategy, drafter, params, drafter_params, state)

@@ -23,6 +23,7 @@ from adrl_jax.models.kv_cache import check_capacity
 from adrl_jax.rollout import references
 from adrl_jax.rollout import round as rounds
 from adrl_jax.rollout.admission import Part, Queue
+from adrl_jax.rollout.declared import WIDEST_CATCH_UP
 from adrl_jax.rollout.programs import Programs
 from adrl_jax.rollout.settings import EngineConfig, bucket
 from adrl_jax.rollout.slots import Slots
@@ -35,7 +36,6 @@ from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import FinishReason, Request, Rollout, SamplingParams
 
-_WIDEST_CATCH_UP = 128
 _fold_in = jax.jit(jax.random.fold_in)  # compiled: one dispatch a launch
 
 
@@ -234,7 +234,8 @@ class Serving:
             args = (self.state, fresh, part.prefilled)
             self.state = jax.block_until_ready(self.programs(key, admit, args, donate=(0,)))
         gap = int(slots.length[rows].max())
-        self.missing = {name: max(gap, n) for name, n in self.missing.items()}
+        kept = {name: getattr(d, "keeps_entries", True) for name, d in served.drafters.items()}
+        self.missing = {name: max(gap, n) if kept[name] else 0 for name, n in self.missing.items()}
 
     def _fit(self, needed: int) -> None:
         """Shrinks the batch and grows the cache where a smaller or larger compiled size is due."""
@@ -265,7 +266,7 @@ class Serving:
         args = (self.served.params, self.served.drafter_params[name])
         with self._on_device("catch_up", drafter=name, tokens=gap):
             while gap > strategy.depth + 1:
-                width = min(1 << (gap - 1).bit_length(), _WIDEST_CATCH_UP, self.state.capacity)
+                width = min(1 << (gap - 1).bit_length(), WIDEST_CATCH_UP, self.state.capacity)
                 key = ("catch_up", name, width, len(self.slots), self.state.capacity)
                 function = functools.partial(rounds.catch_up, self.served.drafters[name], width)
                 self.state = self.programs(key, function, (*args, self.state), donate=(2,))
@@ -277,7 +278,7 @@ class Serving:
         if strategy.drafter not in self.readers or self.history is None or not self.slots.behind.any():
             return
         rows = [self.requests[i] if i >= 0 else None for i in self.slots.request]
-        found = {name: references.gather(self.history, rows, size) for name, size in self.readers.items()}
+        found = {name: references.gather(self.history, rows, drafter) for name, drafter in self.readers.items()}
         key = ("references", len(self.slots), self.state.capacity)
         function = functools.partial(references.give, self.served.drafters)
         with self._on_device("references", rows=int(self.slots.behind.sum())):

@@ -70,9 +70,6 @@ class EngineConfig:
             raise ValueError("EngineConfig.strategies must contain OFF: plain decoding is always a choice")
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"EngineConfig.strategies has duplicates: {', '.join(s.name for s in self.strategies)}")
-        trees = [s.name for s in self.strategies if s.width != 1]
-        if trees:
-            raise ValueError(f"EngineConfig.strategies={trees[0]!r} drafts a tree; this engine verifies chains (width 1)")
         if self.batch_buckets is not None:
             if any(not isinstance(b, int) or b < 1 for b in self.batch_buckets):
                 raise ValueError(f"EngineConfig.batch_buckets={self.batch_buckets!r} must be positive integers")

@@ -53,8 +53,9 @@ class Slots:
     def needed(self, strategy: Strategy, launch_rounds: int) -> int:
         """The capacity at which no write of a launch passes the end of a running row.
 
-        A round writes `verify_tokens` entries from the last known token on and commits up to `depth + 1` of them. A row that
-        finishes within the launch stays at most at its limit.
+        A round writes `depth + 1` entries from the last known token on (of a tree, its path). A row that finishes within the
+        launch stays at most at its limit.
         """
-        last_start = np.minimum(self.limit - 1, self.length + (launch_rounds - 1) * (strategy.depth + 1))
-        return int(np.max(np.where(self.running, last_start, 1))) + strategy.verify_tokens
+        width = strategy.depth + 1
+        last_start = np.minimum(self.limit - 1, self.length + (launch_rounds - 1) * width)
+        return int(np.max(np.where(self.running, last_start, 1))) + width

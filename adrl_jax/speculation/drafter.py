@@ -44,6 +44,10 @@ class Drafter(Protocol):
 
     A state's `length` int32 `[B]` counts the row's filled entries. Entries are filled lazily: `advance` catches up from what
     the target has confirmed, `propose` may write entries past `length` for its own drafts, which are overwritten later.
+
+    Optional: `keeps_entries = False` where a state needs no filling (nothing is ever caught up on); `serve(params,
+    target_params)` makes what is served of its parameters, with what they take from the target; `with_references`,
+    `reference_capacity` and `positional` (see `history`) for drafters that look up what was answered before.
     """
 
     name: str

@@ -78,8 +78,17 @@ class Merged:
         """Tokens of a reference a row, 0 where the lookup takes none."""
         return getattr(self.lookup, "reference_capacity", 0)
 
+    @property
+    def positional(self) -> bool:
+        """Whether the lookup drafts position by position, see `History`."""
+        return getattr(self.lookup, "positional", False)
+
     def init_params(self, key: jax.Array) -> Any:
         return self.learned.init_params(key)
+
+    def serve(self, params: Any, target_params: Any) -> Any:
+        """As the learned drafter's, where it has one."""
+        return self.learned.serve(params, target_params) if hasattr(self.learned, "serve") else params
 
     def init_state(self, batch: int, capacity: int) -> MergedState:
         return MergedState(self.lookup.init_state(batch, capacity), self.learned.init_state(batch, capacity))

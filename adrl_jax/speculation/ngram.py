@@ -85,6 +85,7 @@ class Ngram:
     min_ngram: int = 1
     name: str = "ngram"
     uses_hidden: bool = False
+    keeps_entries: bool = False
 
     def __post_init__(self):
         check_sizes("Ngram", self.min_ngram, self.max_ngram)

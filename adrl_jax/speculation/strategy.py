@@ -10,8 +10,9 @@ class Strategy:
     Attributes:
         drafter: the drafter's name, or `none`.
         depth: drafted tokens along one path, 0 exactly when there is no drafter.
-        width: candidates kept a level; 1 is a chain.
+        width: candidates kept a level, and children of each; 1 is a chain.
         verify_tokens: tokens of one verify pass a row, the last committed token included; None means `depth + 1`.
+            A tree has `width` nodes at its first level and `width ** 2` candidates at each further one to choose from.
     """
 
     drafter: str
@@ -30,12 +31,14 @@ class Strategy:
             raise ValueError(
                 f"Strategy.depth={self.depth} with drafter={self.drafter!r}: depth is 0 exactly for drafter 'none'"
             )
-        most = self.depth + 1 if self.width == 1 else None
+        least = most = self.depth + 1
+        if self.speculates:
+            most = 1 + self.width + (self.depth - 1) * self.width**2
         tokens = self.verify_tokens
         if tokens is None:
-            object.__setattr__(self, "verify_tokens", self.depth + 1)
-        elif not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < self.depth + 1 or tokens > (most or tokens):
-            legal = f"exactly {most} for a chain" if most else f"an integer >= {self.depth + 1}"
+            object.__setattr__(self, "verify_tokens", least)
+        elif not isinstance(tokens, int) or isinstance(tokens, bool) or not least <= tokens <= most:
+            legal = f"exactly {most} for a chain" if self.width == 1 else f"an integer in [{least}, {most}]"
             raise ValueError(f"Strategy.verify_tokens={tokens!r} must be {legal} (depth={self.depth}, width={self.width})")
 
     @property

@@ -50,6 +50,7 @@ class Tree(NamedTuple):
         usable: bool `[B, N]`; other nodes may not be accepted. The root's value means nothing.
         law: int32 `[B, N]`, which of `log_q` a node's children were drawn from; None like `log_q`.
         log_q: float32 `[B, E, V]`, the laws of the nodes that were extended; None where the verifier does not need them.
+        bad: bool `[B]`, the drafter gave something that is not a number; what was drafted from it is not usable.
     """
 
     tokens: jax.Array
@@ -58,6 +59,7 @@ class Tree(NamedTuple):
     usable: jax.Array
     law: jax.Array | None
     log_q: jax.Array | None
+    bad: jax.Array
 
 
 class Children(NamedTuple):
@@ -67,14 +69,16 @@ class Children(NamedTuple):
         tokens: int32 `[B, M, W]`, distinct among siblings.
         log_chance: float32 `[B, M, W]`, at most 0: the chance that the target's token
             after the node is this child.
-        usable: bool `[B, M, W]`, false where the node's law has fewer ids than children.
+        usable: bool `[B, M, W]`, false where the node's law has fewer ids than children, or is `bad`.
         log_q: float32 `[B, M, V]`, the laws drawn from, or None.
+        bad: bool `[B, M]`, the node's logits are not numbers.
     """
 
     tokens: jax.Array
     log_chance: jax.Array
     usable: jax.Array
     log_q: jax.Array | None
+    bad: jax.Array
 
 
 Branch = Callable[[jax.Array, jax.Array], Children]
@@ -107,16 +111,18 @@ def make_branch(method: str, width: int, temperature: jax.Array, request_keys: j
         return logits + temperature[:, None, None] * noise.gumbel(keys, logits.shape[-1])
 
     def coupled_branch(logits, positions):
-        logits = _kept(logits, scale[..., 0], law)
-        scores = perturbed(logits, positions)
+        scores = perturbed(_kept(logits, scale[..., 0], law), positions)
         best, tokens = jax.lax.top_k(scores, width)
-        log_chance = step_chances(scores, best)
-        return Children(tokens, log_chance, jnp.isfinite(best), None)
+        return children(logits, best, tokens, step_chances(scores, best), None)
 
     def independent_branch(logits, positions):
         log_q = log_law(logits, jnp.broadcast_to(scale[..., 0], logits.shape[:-1]), law)
         best, tokens = jax.lax.top_k(perturbed(log_q * scale, positions), width)
-        return Children(tokens, jnp.broadcast_to(ranks, best.shape), jnp.isfinite(best), log_q)
+        return children(logits, best, tokens, jnp.broadcast_to(ranks, best.shape), log_q)
+
+    def children(logits, best, tokens, log_chance, log_q):
+        bad = jnp.isnan(jnp.max(logits, axis=-1))
+        return Children(tokens, log_chance, jnp.isfinite(best) & ~bad[..., None], log_q, bad)
 
     return coupled_branch if method == "coupled" else independent_branch
 
@@ -209,20 +215,22 @@ def draft_tree(
         best, at = jax.lax.top_k(log_chance, width)
         place = 1 + width + index * width * width + at
         beam = _Beam(jnp.take_along_axis(tokens, at, axis=1), best, at // width, place)
-        return (carry, beam), (tokens, log_chance, flat(found.usable), parents, beam.places, found.log_q)
+        bad = jnp.any(found.bad, axis=1)
+        return (carry, beam), (tokens, log_chance, flat(found.usable), parents, beam.places, found.log_q, bad)
 
     pool = [last[:, None], jnp.zeros((batch, 1)), jnp.zeros((batch, 1), bool), at_root[:, :1]]
     pool = [
         jnp.concatenate([root, x], axis=1)
         for root, x in zip(pool, (first.tokens[:, 0], first.log_chance[:, 0], first.usable[:, 0], at_root))
     ]
-    extended, log_q = [at_root[:, :1], places], first.log_q
+    extended, log_q, bad = [at_root[:, :1], places], first.log_q, first.bad[:, 0]
     if depth > 1:
         steps = jnp.arange(depth - 1, dtype=jnp.int32)
-        (carry, _), (*more, beams, more_q) = jax.lax.scan(grow, (carry, beam), steps)
+        (carry, _), (*more, beams, more_q, more_bad) = jax.lax.scan(grow, (carry, beam), steps)
         join = lambda x: x.swapaxes(0, 1).reshape(batch, -1, *x.shape[3:])  # noqa: E731
         pool = [jnp.concatenate([x, join(y)], axis=1) for x, y in zip(pool, more)]
         extended.append(join(beams))
+        bad |= jnp.any(more_bad, axis=0)
         log_q = None if log_q is None else jnp.concatenate([log_q, join(more_q)], axis=1)
 
     tokens, log_chance, usable, parents = pool
@@ -235,7 +243,7 @@ def draft_tree(
         law = jnp.zeros(tokens.shape, jnp.int32).at[rows, extended].set(jnp.arange(log_q.shape[1], dtype=jnp.int32))
         law = jnp.take_along_axis(law, kept, axis=1)
     tokens, usable = (jnp.take_along_axis(x, kept, axis=1) for x in (tokens, usable))
-    return Tree(tokens, parents, levels[kept], usable, law, log_q), carry
+    return Tree(tokens, parents, levels[kept], usable, law, log_q, bad), carry
 
 
 def select(log_chance: jax.Array, parents: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

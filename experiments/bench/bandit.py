@@ -103,7 +103,8 @@ def read_table(path: pathlib.Path) -> Table:
     seconds = np.asarray([[_over_caches(cell, caches) for cell in arm] for arm in by_arm])  # [A, B, H]
     require((seconds > 0).all(), "seconds_per_round", "must be positive")
 
-    names, depth = curves(strategies).names, report_depth(strategies)
+    depth = report_depth(strategies)
+    names = curves(strategies, depth).names
     for name in names if groups else ():
         require(len(raw["acceptance"].get(name, ())) >= depth, f"acceptance.{name}", f"must have {depth} depths")
     chances = np.asarray([raw["acceptance"][name][:depth] if groups else [0.5] for name in names])

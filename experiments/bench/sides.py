@@ -111,7 +111,11 @@ class Side:
 
 def fixed_side(engine: Engine, work: list[Request], sampling: SamplingParams, arm: int, **how: Any) -> Side:
     """One arm throughout."""
-    return Side(engine, work, sampling, fixed(arm, len(engine.config.strategies)), **how)
+    return Side(engine, work, sampling, fixed_bandit(engine, arm), **how)
+
+
+def fixed_bandit(engine: Engine, arm: int) -> Bandit:
+    return fixed(arm, len(engine.config.strategies))
 
 
 def thresholds(strategies: Sequence[Strategy]) -> tuple[int, ...]:

@@ -78,4 +78,3 @@ def test_the_laws_agree_where_the_states_do():
     law = jax.nn.log_softmax(true @ TABLE.T / T)
     np.testing.assert_allclose(out.overlap[0], 1.0, rtol=1e-5)
     np.testing.assert_allclose(out.cross_entropy[0], -jnp.sum(jnp.exp(law) * law, axis=1), rtol=1e-5)
-

@@ -58,3 +58,11 @@ def test_engine_layout_of_a_drafter(monkeypatch):
     served = transformer.engine_layout(params, config)
     np.testing.assert_array_equal(served["fc"]["kernel_t"], params["fc"]["kernel"].T)
     assert jax.tree.structure(jax.tree.map(jnp.ndim, params)) != jax.tree.structure(jax.tree.map(jnp.ndim, served))
+
+
+def test_engine_layout_leaves_ids_alone():
+    config = ModelConfig("llama", 70_000, 8, 8, 1, 1, 1, 8, dtype="bfloat16")
+    ids = jnp.array([0, 257, 69_999], jnp.int32)
+    served = transformer.engine_layout({"draft_ids": ids, "fc": {"kernel": jnp.ones((2, 2))}}, config)
+    np.testing.assert_array_equal(served["draft_ids"], ids)
+    assert served["draft_ids"].dtype == jnp.int32 and served["fc"]["kernel"].dtype == jnp.bfloat16

@@ -56,7 +56,7 @@ def test_bad_requests_are_refused_before_anything_compiles(world, requests, mess
         (dict(verification="typical"), "choose one of coupled, rejection"),
         (dict(strategies=(Strategy("ngram", 2),)), "must contain OFF"),
         (dict(strategies=(OFF, OFF)), "duplicates"),
-        (dict(strategies=(OFF, Strategy("ngram", 2, width=2, verify_tokens=4))), "drafts a tree"),
+        (dict(strategies=(OFF, Strategy("ngram", 2, width=2, verify_tokens=4))), "drafts chains"),
         (dict(batch_buckets=(2, 4)), "must reach max_batch=8"),
         (dict(batch_buckets=(0, 8)), "positive integers"),
         (dict(eos_ids=(-1,)), "eos_ids"),

@@ -1,12 +1,16 @@
-"""One alignment for serving and training, also where siblings share a packed prompt."""
+"""One alignment for serving and training, also where siblings share a packed prompt; and a draft vocabulary."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 
 from adrl_jax.models.kv_cache import masked_attention
-from adrl_jax.models.transformer import Transformer
+from adrl_jax.models.transformer import Transformer, engine_layout
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation import eagle, verify
 from adrl_jax.speculation.eagle import Eagle
@@ -162,3 +166,90 @@ def test_only_fc_and_the_layer_are_trained():
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
     step = jax.tree.map(lambda p, g: p - 0.02 * g, params, gradient)
     assert loss(step) < before
+
+
+IDS = np.array([0, 2, 3, 7, 11, 19, 30, 39], np.int32)
+REDUCED = Eagle(CONFIG, draft_vocab_size=len(IDS))
+
+
+def reduced_params(ids=IDS):
+    return {**drafter_params(), eagle.DRAFT_IDS: jnp.asarray(ids)}
+
+
+def layouts():
+    """The same target as the learner keeps it, tied and untied, and as the engine serves it."""
+    tied = {name: value for name, value in tiny.target_params(CONFIG).items() if name != "head"}
+    untied = {**tied, "head": tied["embedding"][::-1].T}
+    return {"tied": tied, "untied": untied, "served": {**tied, "head_t": untied["head"].T}}
+
+
+@pytest.mark.parametrize("layout", ["tied", "untied", "served"])
+@pytest.mark.parametrize("served", [True, False])
+def test_draft_logits_are_the_targets_on_the_map_and_nothing_elsewhere(layout, served):
+    target, params = layouts()[layout], reduced_params()
+    feature = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, CONFIG.hidden_size)), jnp.float32)
+    found = REDUCED.draft_logits(REDUCED.serve(params, target) if served else params, target, feature)
+    table = np.asarray(target["embedding"] if layout == "tied" else target["embedding"][::-1], np.float64)
+    expected = np.full((2, 3, CONFIG.vocab_size), -np.inf)
+    expected[..., IDS] = np.asarray(feature, np.float64) @ table[IDS].T
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert found.dtype == jnp.float32
+    whole = Eagle(CONFIG).draft_logits(drafter_params(), target, feature)
+    np.testing.assert_allclose(whole, np.asarray(feature) @ table.T, atol=1e-5)
+
+
+def test_serving_takes_the_rows_of_the_target_that_is_served():
+    params, first = reduced_params(), layouts()["tied"]
+    second = {**first, "embedding": first["embedding"] + 1}
+    served = REDUCED.serve(params, first)
+    np.testing.assert_array_equal(served[eagle.DRAFT_HEAD], first["embedding"][IDS])
+    # Published anew, drafter and all: what was taken from the earlier target is replaced.
+    np.testing.assert_array_equal(REDUCED.serve(served, second)[eagle.DRAFT_HEAD], second["embedding"][IDS])
+    layout = engine_layout(params, dataclasses.replace(CONFIG, dtype="bfloat16"))
+    np.testing.assert_array_equal(layout[eagle.DRAFT_IDS], IDS)
+    assert layout[eagle.DRAFT_IDS].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("method", verify.METHODS)
+def test_nothing_outside_the_map_is_drafted(method):
+    target, rows, depth = tiny.target_params(CONFIG), 16, 3
+    tokens, length = tiny.random_rows(rows, 12), jnp.full(rows, 6)
+    hidden = tiny.hidden_states(CONFIG, target, tokens)
+    draw = verify.make_draw(method, jnp.full(rows, 3.0), tiny.request_keys(rows), Law())  # hot: every id has its chance
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def drafts(drafter, params):
+        state = drafter.advance(params, target, drafter.init_state(rows, 12), tokens, length, hidden, 12)
+        return drafter.propose(params, target, state, tokens, length, hidden, draw, depth)[0]
+
+    inside = drafts(REDUCED, REDUCED.serve(reduced_params(), target))
+    assert np.isin(inside.tokens, IDS).all() and len(np.unique(inside.tokens)) > 4
+    whole = drafts(Eagle(CONFIG), drafter_params())
+    assert not np.isin(whole.tokens, IDS).all()
+    if method == "rejection":
+        np.testing.assert_allclose(np.exp(inside.log_q).sum(-1), 1.0, rtol=1e-4)
+    # A map of all ids changes nothing.
+    everything = Eagle(CONFIG, draft_vocab_size=CONFIG.vocab_size)
+    same = drafts(everything, everything.serve(reduced_params(np.arange(CONFIG.vocab_size, dtype=np.int32)), target))
+    np.testing.assert_array_equal(same.tokens, whole.tokens)
+
+
+def test_the_map_is_no_part_of_what_is_trained():
+    trained, fixed = eagle.split(REDUCED.serve(reduced_params(), tiny.target_params(CONFIG)))
+    assert sorted(trained) == ["fc", "layer"] and list(fixed) == [eagle.DRAFT_IDS]
+    assert eagle.split(drafter_params())[1] == {}
+    fresh = REDUCED.init_params(jax.random.key(0))
+    np.testing.assert_array_equal(fresh[eagle.DRAFT_IDS], np.arange(len(IDS)))
+
+
+def test_faults_of_the_map_are_named():
+    target = tiny.target_params(CONFIG)
+    for size in (0, CONFIG.vocab_size + 1):
+        with pytest.raises(ValueError, match=rf"draft_vocab_size={size} must be in \[1, 40\]"):
+            Eagle(CONFIG, draft_vocab_size=size)
+    with pytest.raises(ValueError, match="has 7 ids, draft_vocab_size=8"):
+        REDUCED.serve(reduced_params(IDS[:7]), target)
+    with pytest.raises(ValueError, match="has None ids, draft_vocab_size=8"):
+        REDUCED.serve(drafter_params(), target)
+    with pytest.raises(ValueError, match="has 8 ids, draft_vocab_size=None"):
+        Eagle(CONFIG).serve(reduced_params(), target)

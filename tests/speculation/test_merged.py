@@ -139,7 +139,8 @@ def test_its_length_is_the_learned_drafters_and_growing_keeps_references():
     np.testing.assert_array_equal(grown.lookup.reference, state.lookup.reference)
     moved = jax.tree.map(lambda x: x[jnp.array([1, 0])], grown)
     np.testing.assert_array_equal(moved.length, [3, 5])
-    assert MERGED.reference_capacity == SIZE and not MERGED.uses_hidden
+    assert MERGED.reference_capacity == SIZE and not MERGED.uses_hidden and not MERGED.positional
+    assert Merged(History(SIZE, positional=True), TableDrafter()).positional
     assert MERGED.init_params(jax.random.key(0)).shape == (V, V, V)
 
 
