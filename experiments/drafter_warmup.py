@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adrl_jax.bandit.fixed import fixed
-from adrl_jax.drafter import checkpoint, responses, vocabulary, warmup
+from adrl_jax.drafter import checkpoint, responses, start, vocabulary, warmup
 from adrl_jax.drafter.loss import DrafterLossConfig
 from adrl_jax.learner.optimizer import make_optimizer
 from adrl_jax.metrics import JsonLines
@@ -245,10 +245,14 @@ def _train(
 ) -> tuple[Any, int]:
     """Trained parameters, and how many steps were skipped."""
     x = c.training
+    trained, fixed_part = split(drafter_params)
     optimizer = make_optimizer(warmup_config.optimizer_config(c))
+    if x.start == "regression":
+        found = start.moments(params, target.config, lessons)
+        optimizer = start.in_units(optimizer, start.units(trained, found))
+        trained = start.begin(trained, target.config, found)
     loss = DrafterLossConfig(x.feature_weight, x.token_weight, x.overlap_weight, x.depths, x.depth_decay)
     step = warmup.make_step(target.config, loss, optimizer, valid_vocab=target.tokenizer.size)
-    trained, fixed_part = split(drafter_params)
     state = warmup.init_state(jax.tree.map(jnp.array, trained), optimizer)
     progress = Progress("train", x.steps)
     for number, at in enumerate(warmup.order(c.seed, len(lessons), x.steps), 1):

@@ -34,6 +34,11 @@ class Generation:
 class Training:
     """The drafter, its loss and its optimizer."""
 
+    start: str = option(
+        "regression",
+        "`regression`: from the best linear prediction, in steps that suit each weight; `random`: from fresh weights",
+        choices=("regression", "random"),
+    )
     steps: int = option(600, "optimizer steps, one lesson each; epochs follow from the number of lessons", low=1)
     rows: int = option(4, "packed rows of a lesson", low=1)
     row_length: int = option(0, "tokens of a packed row; 0 takes the longest prompt + response", low=0)
@@ -42,8 +47,8 @@ class Training:
     warmup_share: float = option(0.05, "share of the steps that the learning rate rises in", low=0, below=1)
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)
-    feature_weight: float = option(1.0, "weight of the smooth-L1 loss on hidden states", low=0)
-    token_weight: float = option(0.1, "weight of the soft cross-entropy on token laws", low=0)
+    feature_weight: float = option(0.1, "weight of the smooth-L1 loss on hidden states", low=0)
+    token_weight: float = option(1.0, "weight of the soft cross-entropy on token laws", low=0)
     overlap_weight: float = option(0.0, "weight of the total variation distance between token laws", low=0)
     depths: int = option(1, "draft depths trained: 1 on true hidden states alone, more on predictions fed back", low=1, high=16)
     depth_decay: float = option(0.8, "each further depth counts this times the one before", above=0, high=1)

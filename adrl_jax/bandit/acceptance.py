@@ -29,9 +29,11 @@ import numpy as np
 from adrl_jax.bandit.base import Arm, Report, tokens_to_verify
 
 FIRST, FALL = 0.4, 0.05  # log-odds of the first draft of an unknown drafter, and what each further depth takes off
-DRAFTER, CURVE, DEPTH = 1.0, 0.5, 0.3  # prior standard deviations: of a drafter's level, a curve's, a step in depth
-DRIFT = 0.05  # standard deviation of the level's change in a launch; curve and depth in proportion
-JUMP, SURPRISE = 1.0, 3.0  # standard deviation of the level's change in a jump; deviations at which counts prove one
+SLOTS, SLOTS_SPREAD = 0.25, 0.15  # what each doubling of a tree's verify tokens adds, and its standard deviation
+DRAFTER, CURVE, DEPTH = 1.0, 0.2, 0.3  # prior standard deviations: of a drafter's level, a curve's, a step in depth
+DRIFT, SHAPE_DRIFT = 0.05, 0.01  # deviation of a drafter's level's change in a launch; of all else, in units of the prior
+JUMP, SHAPE_JUMP = 1.0, 0.2  # the same in a jump
+SURPRISE = 3.0  # standard deviations at which counts prove a jump
 FULL_LAUNCH = 64.0  # rows of one launch resemble each other: their evidence saturates here
 HAZARD = 0.02  # chance a launch that a curve nobody runs has changed
 NEVER = 1e6  # age of a curve that never ran
@@ -58,6 +60,7 @@ class Curves(NamedTuple):
         owner: int32 `[C]`, a number for each drafter.
         logit: float32 `[C, D]`, prior mean.
         shape: float32 `[N, N]`, prior covariance.
+        alike: float32 `[N, N]`, 1 where two positions are of one drafter.
     """
 
     names: tuple[str, ...]
@@ -65,6 +68,7 @@ class Curves(NamedTuple):
     owner: np.ndarray
     logit: np.ndarray
     shape: np.ndarray
+    alike: np.ndarray
 
 
 def drafter_of(strategy: Arm) -> str:
@@ -84,15 +88,17 @@ def curves(strategies: Sequence[Arm], depth: int) -> Curves:
     names, drafters = tuple(kinds) or ("",), [drafter_of(s) for s in kinds.values()] or [""]
     of_arm = np.asarray([names.index(curve_name(s)) if s.depth > 0 else 0 for s in strategies], np.int32)
     owner = np.asarray([list(dict.fromkeys(drafters)).index(drafter) for drafter in drafters], np.int32)
-    sizes = np.log2([[getattr(s, "width", 1), tokens_to_verify(s)] for s in kinds.values()] or [[1, 1]])
-    apart = np.abs(sizes[:, None] - sizes).sum(-1)  # in doublings of width and verify tokens
+    widths = np.log2([getattr(s, "width", 1) for s in kinds.values()] or [1])
+    slots = np.where(widths > 0, np.log2([tokens_to_verify(s) for s in kinds.values()] or [1]), 0.0)
+    apart = np.abs(widths[:, None] - widths) + np.abs(slots[:, None] - slots)  # doublings
     related = (owner[:, None] == owner).astype(float)  # [C, C]
-    level = related * (DRAFTER**2 + CURVE**2 * np.exp(-apart / 3))
+    level = related * (DRAFTER**2 + SLOTS_SPREAD**2 * slots[:, None] * slots + CURVE**2 * np.exp(-apart / 3))
     walk = DEPTH**2 * np.minimum.outer(np.arange(depth), np.arange(depth))  # [D, D]
     shape = np.kron(level, np.ones((depth, depth))) + np.kron(related * np.exp(-apart / 10), walk)
     shape += 1e-3 * np.eye(len(names) * depth)
-    logit = np.broadcast_to(FIRST - FALL * np.arange(depth), (len(names), depth))
-    return Curves(names, of_arm, owner, logit.astype(np.float32), shape.astype(np.float32))
+    logit = FIRST + SLOTS * slots[:, None] - FALL * np.arange(depth)
+    alike = np.kron(related, np.ones((depth, depth)))
+    return Curves(names, of_arm, owner, *(x.astype(np.float32) for x in (logit, shape, alike)))
 
 
 def init(layout: Curves) -> Acceptance:
@@ -124,7 +130,8 @@ def update(state: Acceptance, layout: Curves, curve: jax.Array, trials: jax.Arra
     # Time. A curve as uncertain as it was at first cannot become more so.
     room = jnp.clip(1.0 - jnp.diagonal(state.covariance)[::depth] / jnp.diagonal(prior)[::depth], 0.0, 1.0)
     room = jnp.repeat(jnp.sqrt(room), depth)
-    covariance = state.covariance + (DRIFT / DRAFTER) ** 2 * prior * room[:, None] * room
+    alike = jnp.asarray(layout.alike)
+    covariance = state.covariance + (DRIFT**2 * alike + SHAPE_DRIFT**2 * prior) * room[:, None] * room
 
     logit = state.logit[curve]
     chance = jax.nn.sigmoid(logit)
@@ -142,8 +149,9 @@ def update(state: Acceptance, layout: Curves, curve: jax.Array, trials: jax.Arra
     information = trials * chance * (1.0 - chance)
     scatter = information.sum() + information @ own @ information
     jumped = jnp.abs(excess.sum()) > SURPRISE * jnp.sqrt(scatter + 0.1)
-    kin = jnp.repeat(jnp.asarray(layout.owner) == jnp.asarray(layout.owner)[curve], depth).astype(jnp.float32)
-    covariance = covariance + jnp.where(jumped, (JUMP / DRAFTER) ** 2, 0.0) * prior * kin[:, None] * kin
+    kin = alike[rows[0]]  # [N], all positions of the drafter
+    widened = (JUMP**2 * alike + SHAPE_JUMP**2 * prior) * kin[:, None] * kin
+    covariance = covariance + jnp.where(jumped, 1.0, 0.0) * widened
 
     # Evidence.
     reach = covariance[:, rows] * known  # [N, D]
@@ -163,19 +171,31 @@ def means(state: Acceptance) -> jax.Array:
     return jax.nn.sigmoid(state.logit)
 
 
-def sample(state: Acceptance, layout: Curves, key: jax.Array, draws: int) -> tuple[jax.Array, jax.Array]:
-    """Draws of `a` from the belief, float32 `[M, C, D]`, and in which a curve has changed since it was last run, bool `[M, C]`."""
+def sample(
+    state: Acceptance, layout: Curves, key: jax.Array, draws: int, curve: jax.Array, depth: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws of `a` from the belief as it would be if `curve` were known down to `depth`: what running it teaches anyway.
+
+    Returns:
+        float32 `[M, C, D]`, with known chances at their means, and bool `[M, C]`: a curve has changed since it was last run.
+    """
     coin_key, key = jax.random.split(key)
-    owner = jnp.asarray(layout.owner)
-    coin = jax.random.uniform(coin_key, (draws, len(layout.names)))[:, owner]  # one for each drafter
-    changed = coin < 1.0 - jnp.exp(-HAZARD * state.age)
-    noise = jax.random.normal(key, (draws, layout.shape.shape[0]))
-    size = layout.shape.shape[0]
-    kept = state.logit.ravel() + noise @ jnp.linalg.cholesky(state.covariance + 1e-4 * jnp.eye(size)).T
-    anew = jnp.asarray(layout.logit).ravel() + noise @ jnp.asarray(np.linalg.cholesky(layout.shape)).T
-    shape = (draws, *layout.logit.shape)
+    count, deepest = layout.logit.shape
+    size = count * deepest
+    coin = jax.random.uniform(coin_key, (draws, count))[:, jnp.asarray(layout.owner)]  # one for each drafter
+    known = (jnp.arange(count)[:, None] == curve) & (jnp.arange(deepest) < depth)
+    changed = (coin < 1.0 - jnp.exp(-HAZARD * state.age)) & ~known.any(-1)
+    noise = jax.random.normal(key, (draws, size))
+    kept = noise @ jnp.linalg.cholesky(state.covariance + 1e-4 * jnp.eye(size)).T
+    rows = jnp.arange(size).reshape(count, deepest)[curve]
+    certain = (jnp.arange(deepest) < depth).astype(jnp.float32)
+    cross = state.covariance[:, rows] * certain  # [N, D]
+    inner = cross[rows] * certain[:, None] + jnp.diag(jnp.where(certain > 0, 1e-4, 1.0))
+    kept = kept - (kept[:, rows] * certain) @ jnp.linalg.solve(inner, cross.T)
+    anew = noise @ jnp.asarray(np.linalg.cholesky(layout.shape)).T + (jnp.asarray(layout.logit) - state.logit).ravel()
+    shape = (draws, count, deepest)
     drawn = jnp.where(changed[..., None], anew.reshape(shape), kept.reshape(shape))
-    return jax.nn.sigmoid(drawn), changed
+    return jax.nn.sigmoid(state.logit + drawn), changed
 
 
 def expected_tokens(a: jax.Array) -> jax.Array:

@@ -6,10 +6,12 @@
 `latency.py`) is measured where it was run and predicted elsewhere. So a launch of a shallow strategy at a small batch tells what a
 deep one at a large batch would do, and nothing hopeless has to be tried.
 
-Exploration is Thompson's: beliefs are drawn, and the arm that is best under the draw may run. It is paid from a purse, which
-fills by a share of the time spent and is charged with what an exploring launch is expected to lose; an arm that costs more
-than is in the purse has to wait. Where the draw says that a drafter may have changed since it was last seen, its cheapest
-strategy is run, as one is enough to know.
+Exploration is Thompson's, at a price. Beliefs are drawn, and what an arm gains over the draws in which it wins is what knowing
+it is worth in a launch; times the launches in which that is of use, less what the arm is expected to lose now, it decides whether
+the arm runs. Only what a launch of the best arm would not tell anyway is drawn, so close calls do not alternate for nothing.
+Where the draws say that a drafter may have changed since it was last seen, its cheapest strategy is run, as one is enough to
+know. A purse bounds it all: it fills by a share of the time spent, is charged with what a launch is expected to lose, and an
+arm that costs more than is in it has to wait.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from adrl_jax.bandit.base import Arm, Bandit, Context, checked, report_depth
 
 PACE = 0.98  # discount of the running means of a launch's rounds and seconds
 DRAWS = 24  # from the beliefs, at each decision
-HORIZON = 30.0  # launches in which what an exploring launch shows is of use
+HORIZON = 4.0  # launches in which what an exploring launch shows is of use
 RESERVE = 2.0  # launches' time that the purse can hold, and holds after the first report
 
 
@@ -72,7 +74,7 @@ def goodput(
     batch_buckets: Sequence[int],
     *,
     cache_buckets: int = 24,
-    exploration: float = 0.003,
+    exploration: float = 0.01,
 ) -> Bandit:
     """Builds the controller.
 
@@ -106,23 +108,26 @@ def goodput(
         log_seconds, deviation = latency.predict(state.latency, layout, row, column)
         return Outlook(tokens_of(acceptance.means(state.acceptance)), jnp.exp(log_seconds), deviation)
 
+    def gains(state, key, outlook, best):
+        """What each arm would show: by how much, in log-rate, it may beat `best` by all that running `best` would not tell."""
+        accept_key, latency_key = jax.random.split(key)
+        a, changed = acceptance.sample(state.acceptance, curves, accept_key, DRAWS, of_arm[best], jnp.asarray(depths)[best])
+        drawn = jnp.log(tokens_of(a) / outlook.seconds)  # [M, A]
+        lead = drawn - drawn[:, best, None]
+        noise = latency.told(outlook.deviation) * jax.random.normal(latency_key, drawn.shape)
+        own = jnp.maximum(lead + noise, 0.0).mean(0)
+        # Of a drafter that may have changed any strategy shows it, so the cheapest is worth what the best may turn out to be.
+        hope = jnp.where(changed[:, of_arm], jnp.maximum(lead, 0.0), 0.0).mean(0)
+        hope = jnp.where(same, hope, 0.0).max(1)
+        cheapest = outlook.loss <= jnp.where(same, outlook.loss, jnp.inf).min(1)
+        return jnp.where(cheapest & speculates, jnp.maximum(own, hope), own)
+
     def select(state, key, context):
         outlook = look(state, context)
-        rate, loss = jnp.log(outlook.rate), outlook.loss
-        best = jnp.argmax(rate)
-        accept_key, latency_key = jax.random.split(key)
-        a, changed = acceptance.sample(state.acceptance, curves, accept_key, DRAWS)
-        tokens = jnp.log(tokens_of(a))  # [M, A]
-        noise = outlook.deviation * jax.random.normal(latency_key, tokens.shape)
-        drawn = tokens - jnp.log(outlook.seconds)
-        gain = _gain(drawn - noise, best)
-        # Of a drafter that may have changed, any strategy shows it: the cheapest is tried for the sake of the best.
-        shown = (jnp.where(changed[:, of_arm], jnp.maximum(drawn - drawn[:, best, None], 0.0), 0.0)).mean(0)  # [A]
-        hope = jnp.where(same, shown, 0.0).max(1)
-        cheapest = loss <= jnp.where(same, loss, jnp.inf).min(1)
-        gain = jnp.maximum(gain, jnp.where(cheapest & speculates, hope, 0.0))
-        price = loss * outlook.seconds * state.rounds
-        worth = jnp.where(price <= state.purse, HORIZON * gain - loss, 0.0).at[best].set(0.0)
+        best = jnp.argmax(outlook.rate)
+        price = outlook.loss * outlook.seconds * state.rounds
+        worth = HORIZON * gains(state, key, outlook, best) - outlook.loss
+        worth = jnp.where(price <= state.purse, worth, 0.0).at[best].set(0.0)
         return jnp.where(worth.max() > 0, jnp.argmax(worth), best).astype(jnp.int32)
 
     def update(state, report):
@@ -153,8 +158,3 @@ def goodput(
         )
 
     return checked(Bandit(init, select, update), len(strategies), deepest)
-
-
-def _gain(drawn: jax.Array, best: jax.Array) -> jax.Array:
-    """By how much each arm beats `best`, in log-rate, on average over draws `[M, A]` in which it does not count as a loss."""
-    return jnp.maximum(drawn - drawn[:, best, None], 0.0).mean(0)

@@ -3,9 +3,9 @@
 A *cell* is (batch bucket, cache bucket, arm). Each holds a running estimate of the log of its seconds a round that one slow
 launch on a shared machine hardly moves. What was never measured is predicted in two steps: a cost law, linear in
 
-    1,  batch * verify tokens,  batch * cache,  and for each drafter: depth,  depth * batch
+    1,  batch * verify tokens,  batch * cache,  and for each drafter: 1,  depth,  depth * batch
 
-(weights read, products, keys and values read, draft passes), fitted to the measured cells by least squares in relative
+(weights read, products, keys and values read, draft passes and what comes with them), fitted to the measured cells by least squares in relative
 error with a weak prior; and what nearby cells (same arm, near batch, near cache) leave of it.
 
 Letters: `B` batch buckets, `C` cache buckets, `A` arms, `P` terms of the law.
@@ -23,13 +23,14 @@ from adrl_jax.bandit.base import Arm, batch_bucket, check_buckets, off_arm, toke
 
 CACHE_STEPS = 2  # cache buckets an octave
 LEAST_CACHE = 32  # tokens of cache bucket 0
-MEMORY = 20.0  # launches that a cell remembers
+MEMORY = 50.0  # launches that a cell remembers
+FORGET = 0.999  # discount of every cell at each launch
 SLOW = 0.2  # log-seconds off the estimate at which a launch counts half
-OWN = 0.1  # standard deviation of one launch, log-seconds
+OWN = 0.15  # standard deviation of one launch, log-seconds
 SELF = 0.06  # standard deviation of a launch that the other launches of the time do not share, log-seconds
 CALM, WIND = 0.97, 0.25  # a slow-down that all arms share: what is left of it a launch later, gain of its estimate
 UNIT = 3.0  # standard deviation of the log of a machine's speed before anything was measured
-ODD = 0.1  # what no law and no neighbour tells of a cell
+ODD = 0.05  # what no law and no neighbour tells of a cell
 LAW = 0.2  # standard deviation of a prediction where nothing near was measured
 
 
@@ -85,10 +86,10 @@ def cells(strategies: Sequence[Arm], batch_buckets: Sequence[int], cache_buckets
     terms = [np.ones_like(verify), batch * verify, batch * cache / 1000]
     prior, spread = [1.0, 0.02, 0.01], [0.3, 0.05, 0.1]
     for drafter in sorted({drafter_of(s) for s in strategies if s.depth > 0}):
-        own = np.where([drafter_of(s) == drafter for s in strategies], depth, 0.0)
-        terms += [own, batch * own]
-        prior += [0.05, 0.002]
-        spread += [0.1, 0.01]
+        own = np.asarray([s.depth > 0 and drafter_of(s) == drafter for s in strategies], np.float64)
+        terms += [own, own * depth, batch * own * depth]
+        prior += [0.1, 0.05, 0.002]
+        spread += [0.3, 0.1, 0.01]
     shape = (len(batches), cache_buckets, len(strategies))
     stacked = np.stack([np.broadcast_to(term, shape) for term in terms], axis=-1)
 
@@ -146,6 +147,11 @@ def predict(state: Latency, layout: Cells, row: jax.Array, column: jax.Array) ->
     return settle(bounded), 1.0 / jnp.sqrt(precision)
 
 
+def told(deviation: jax.Array) -> jax.Array:
+    """Standard deviation of what one launch will add to the estimate of a cell now known to within `deviation`."""
+    return deviation**2 / jnp.sqrt(deviation**2 + OWN**2)
+
+
 def _fit(state: Latency, layout: Cells) -> jax.Array:
     """Log-seconds of every cell by the cost law, `[B, C, A]`. All zero-weight cells: the prior law in units of a second."""
     terms, prior = jnp.asarray(layout.terms), jnp.asarray(layout.prior)
@@ -185,6 +191,6 @@ def update(
     gain = trust * WIND / (1.0 + (deviation / SELF) ** 2)
     return Latency(
         state.log_seconds.at[place].set(old + trust / after * (log_seconds - weather - old)),
-        state.weight.at[place].set(after),
+        (FORGET * state.weight).at[place].set(after),
         weather + gain * surprise,
     )

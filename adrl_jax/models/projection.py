@@ -13,6 +13,9 @@ import jax.numpy as jnp
 _FEW_ROWS = 128
 _FEW_RESULTS = 3 * 2**20
 
+# More rows than `_ALONE` are padded to multiples of `_TOGETHER`, which is faster.
+_ALONE, _TOGETHER = 4, 8
+
 _LARGE = 2**17
 """Elements from which a weight is stored `[out, in]`: smaller ones stay in cache, where transposing costs more than it saves."""
 
@@ -47,5 +50,8 @@ def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-    columns = jax.lax.optimization_barrier(x.T)
-    return jax.lax.optimization_barrier(jnp.dot(weight, columns)).T
+    rows = x.shape[0]
+    # The product works on eight columns at a time and is slow with a rest: 7 rows take a fifth longer than 8.
+    padded = x if rows <= _ALONE else jnp.pad(x, ((0, -rows % _TOGETHER), (0, 0)))
+    columns = jax.lax.optimization_barrier(padded.T)
+    return jax.lax.optimization_barrier(jnp.dot(weight, columns)).T[:rows]

@@ -59,6 +59,11 @@ class Engine:
     def version(self) -> int:
         return -1 if self._served is None else self._served.version
 
+    @property
+    def params(self) -> Any:
+        """What is published, None before the first `publish`."""
+        return None if self._served is None else self._served.params
+
     def publish(
         self, params: Any, version: int, drafter_params: Mapping[str, Any] | None = None, drafter_version: int = 0
     ) -> None:

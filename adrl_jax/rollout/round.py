@@ -258,11 +258,13 @@ def launch(
     drafter_params: Any,
     state: RolloutState,
     rounds: jax.Array,
+    enough: jax.Array,
 ) -> tuple[RolloutState, jax.Array]:
-    """Up to `rounds` (int32 `[]`) rounds of one strategy; ends early when every row has finished.
+    """Up to `rounds` (int32 `[]`) rounds of one strategy; ends early when no more than `enough` (int32 `[]`) rows run.
 
     Args:
         drafter_params: the parameters of the strategy's drafter, or None.
+        enough: rows at which the host has something better to do: a smaller batch will do, or others wait for their place.
 
     Returns:
         the state and its packed summary.
@@ -271,7 +273,7 @@ def launch(
 
     def more(carry):
         done, state, _ = carry
-        return (done < rounds) & jnp.any(state.running)
+        return (done < rounds) & (jnp.sum(state.running) > enough)
 
     def body(carry):
         done, state, counts = carry

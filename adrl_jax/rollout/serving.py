@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from adrl_jax.bandit.base import Bandit, Context, Report
+from adrl_jax.bandit.base import Bandit, Context
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import check_capacity
 from adrl_jax.rollout import references
@@ -28,7 +28,7 @@ from adrl_jax.rollout.programs import Programs
 from adrl_jax.rollout.settings import EngineConfig, bucket
 from adrl_jax.rollout.slots import Slots
 from adrl_jax.rollout.state import Admitted, RolloutState, admit, empty, reshape
-from adrl_jax.rollout.stats import Event, LaunchRecord, RolloutStats
+from adrl_jax.rollout.stats import Event, LaunchRecord, RolloutStats, report_of
 from adrl_jax.sampling import noise
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation.drafter import Drafter
@@ -151,6 +151,14 @@ class Serving:
     def _batch(self) -> int:
         """Rows of the next launch: rows are kept for those who wait, else the smallest compiled size will do."""
         return len(self.slots) if len(self.queue) else bucket(int(self.slots.running.sum()), self.config.batches)
+
+    def _enough(self) -> int:
+        """Rows running at which a launch ends early: a smaller compiled batch will do, or a quarter of the rows is free for
+        those who wait."""
+        running, batch = int(self.slots.running.sum()), len(self.slots)
+        if len(self.queue):
+            return max(min(running - 1, batch - 1 - batch // 4), 0)
+        return max((b for b in self.config.batches if b < running), default=0)
 
     # What runs on the device.
 
@@ -300,7 +308,7 @@ class Serving:
         caught_up = time.perf_counter() - began - (self.programs.compile_seconds - before[1])
         kind = "speculate" if strategy.speculates else "plain"
         with self._on_device(kind, arm=strategy.name, running=int(slots.running.sum()), rows=batch):
-            args = (self.served.params, own, self.state, np.int32(self.config.rounds_per_launch))
+            args = (self.served.params, own, self.state, np.int32(self.config.rounds_per_launch), np.int32(self._enough()))
             self.state, packed = self.programs(key, function, args, donate=(2,))
             summary = rounds.unpack_summary(np.array(jax.device_get(packed)), batch, strategy.depth, drafters)
         end = time.perf_counter()
@@ -376,22 +384,3 @@ class Serving:
             answered = {self.rollouts[i].prompt_id for i in done}
             rows = [self.requests[i] if i >= 0 else None for i in slots.request]
             slots.behind |= references.behind(answered, rows)
-
-
-def report_of(record: LaunchRecord, deepest: int) -> Report:
-    """What a bandit is told of a launch; counts are padded to the `deepest` strategy's depth."""
-
-    def padded(counts):
-        return np.pad(np.asarray(counts, np.float32), (0, deepest - len(counts)))
-
-    return Report(
-        record.arm,
-        record.running,
-        record.batch_bucket,
-        record.cache_bucket,
-        record.rounds,
-        record.tokens,
-        record.seconds,
-        padded(record.examined),
-        padded(record.accepted),
-    )

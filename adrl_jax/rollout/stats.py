@@ -2,6 +2,10 @@
 
 import dataclasses
 
+import numpy as np
+
+from adrl_jax.bandit.base import Report
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRecord:
@@ -116,3 +120,22 @@ class RolloutStats:
     def running_over_time(self) -> tuple[tuple[float, int], ...]:
         """(seconds since the start, requests running) at each launch: the long tail."""
         return tuple((x.start, x.running) for x in self.launches)
+
+
+def report_of(record: LaunchRecord, deepest: int) -> Report:
+    """What a bandit is told of a launch; counts are padded to the `deepest` strategy's depth."""
+
+    def padded(counts):
+        return np.pad(np.asarray(counts, np.float32), (0, deepest - len(counts)))
+
+    return Report(
+        record.arm,
+        record.running,
+        record.batch_bucket,
+        record.cache_bucket,
+        record.rounds,
+        record.tokens,
+        record.seconds,
+        padded(record.examined),
+        padded(record.accepted),
+    )

@@ -2,16 +2,17 @@
 
 A tree is grown level by level (Li et al. 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"): the
 `width` most promising nodes of a level get `width` children each, and of everything drafted the most promising
-`verify_tokens - 1` nodes are kept. What promises is the log-chance that the target's own tokens lead to a node, the sum of
-its steps' log-chances; no node promises more than its parent, so what is kept is connected.
+`verify_tokens - 1` nodes are kept. What promises is the chance that the target's own tokens lead to a node; no node promises
+more than its parent, so what is kept is connected.
 
 All nodes of a level stand for the same absolute position, and share its noise g:
 
 * `coupled`: the target will take argmax(log p + g). Children are the top-k of log q + g, and, g being known, the chance of
   each is not q. What separates the target's perturbed logits from the drafter's is the drafter's error; were that Gumbel
-  noise of scale e, the chance of id x would be softmax((logits + T g) / e) at x, at any temperature T, also 0.
-  `step_chances` averages this over the scales `DRAFT_ERRORS`, since drafters know some texts better than others. (Trees
-  grown by log q alone are shorter than chains: likely tokens are not the ones that this noise picks.)
+  noise of scale e, the chance of id x would be softmax((logits + T g) / e) at x, at any temperature T, also 0. How well a
+  text is known differs: a path's chance is the mean over the scales in `DRAFT_ERRORS` of the products of its steps', weighted
+  by what the row's past says about the scale (`belief`). Trees grown by log q alone are shorter than chains: likely tokens
+  are not the ones that this noise picks.
 * `rejection`: children are drawn from q without replacement (also the top-k of log q + g, with noise of the drafts' own), and
   which nodes are kept must not depend on what was drawn, or the law would not be the target's: chances are `RANK_CHANCES`,
   the same for every node.
@@ -33,8 +34,11 @@ from adrl_jax.sampling.noise import Role
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.speculation.verify import check_method
 
-DRAFT_ERRORS = (1.0, 0.5, 0.25)
+DRAFT_ERRORS = (1.6, 0.8, 0.4, 0.2)
 """Scales in logits at which the drafter's error is assumed, each half of the one before."""
+
+_REMEMBERED = 8.0
+"""Passes of a row's past that count when its drafter's error is judged."""
 
 RANK_CHANCES = (0.75, 0.4)
 """Assumed chance that the first of a node's children stands, and that each further one does when those before it fell."""
@@ -67,15 +71,15 @@ class Children(NamedTuple):
 
     Attributes:
         tokens: int32 `[B, M, W]`, distinct among siblings.
-        log_chance: float32 `[B, M, W]`, at most 0: the chance that the target's token
-            after the node is this child.
+        chance: float32 `[B, M, W, E]`, at most 1: the chance that the target's token after the node is this child, under each
+            of E assumptions about the drafter.
         usable: bool `[B, M, W]`, false where the node's law has fewer ids than children, or is `bad`.
         log_q: float32 `[B, M, V]`, the laws drawn from, or None.
         bad: bool `[B, M]`, the node's logits are not numbers.
     """
 
     tokens: jax.Array
-    log_chance: jax.Array
+    chance: jax.Array
     usable: jax.Array
     log_q: jax.Array | None
     bad: jax.Array
@@ -102,7 +106,7 @@ def make_branch(method: str, width: int, temperature: jax.Array, request_keys: j
     # A law at temperature 0 is one id; the drafter's other guesses are those of temperature 1.
     scale = jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
     role = Role.TARGET if method == "coupled" else Role.DRAFT
-    ranks = jnp.log(jnp.asarray(rank_chances(width), jnp.float32))
+    ranks = jnp.asarray(rank_chances(width), jnp.float32)[:, None]
 
     def perturbed(logits, positions):
         if logits.shape[-1] < width:
@@ -118,35 +122,53 @@ def make_branch(method: str, width: int, temperature: jax.Array, request_keys: j
     def independent_branch(logits, positions):
         log_q = log_law(logits, jnp.broadcast_to(scale[..., 0], logits.shape[:-1]), law)
         best, tokens = jax.lax.top_k(perturbed(log_q * scale, positions), width)
-        return children(logits, best, tokens, jnp.broadcast_to(ranks, best.shape), log_q)
+        return children(logits, best, tokens, jnp.broadcast_to(ranks, (*best.shape, 1)), log_q)
 
-    def children(logits, best, tokens, log_chance, log_q):
+    def children(logits, best, tokens, chance, log_q):
         bad = jnp.isnan(jnp.max(logits, axis=-1))
-        return Children(tokens, log_chance, jnp.isfinite(best) & ~bad[..., None], log_q, bad)
+        return Children(tokens, chance, jnp.isfinite(best) & ~bad[..., None], log_q, bad)
 
     return coupled_branch if method == "coupled" else independent_branch
 
 
 def step_chances(scores: jax.Array, best: jax.Array) -> jax.Array:
-    """Log-chances that the target's perturbed maximum is where the drafter's `best` are.
-
-    The mean over e in `DRAFT_ERRORS` of softmax(scores / e).
+    """Chances that the target's perturbed maximum is where the drafter's `best` are: softmax(scores / e).
 
     Args:
         scores: float32 `[..., V]`, the drafter's perturbed logits.
         best: float32 `[..., W]`, some of them.
 
     Returns:
-        float32 `[..., W]`, at most 0; -inf where nothing is known (scores that are not finite).
+        float32 `[..., W, E]`, one for each e in `DRAFT_ERRORS`; 0 where nothing is known (scores that are not finite).
     """
     top = jnp.max(scores, axis=-1, keepdims=True)
     everything, some = (jnp.exp((x - top) / DRAFT_ERRORS[0]) for x in (scores, best))
-    chance = 0.0
+    chances = []
     for _ in DRAFT_ERRORS:
-        chance += some / jnp.sum(everything, axis=-1, keepdims=True)
+        chances.append(some / jnp.sum(everything, axis=-1, keepdims=True))
         everything, some = jnp.square(everything), jnp.square(some)  # half the scale
-    log_chance = jnp.minimum(jnp.log(chance / len(DRAFT_ERRORS)), 0.0)
-    return jnp.where(log_chance > -jnp.inf, log_chance, -jnp.inf)  # a comparison with NaN is false
+    chances = jnp.minimum(jnp.stack(chances, axis=-1), 1.0)
+    return jnp.where(chances > 0, chances, 0.0)  # a comparison with NaN is false
+
+
+def belief(method: str, passes: jax.Array, committed: jax.Array, depth: int) -> jax.Array:
+    """How likely each of the assumptions that chances are made under is for a row: float32 `[B, E]`, sums are 1.
+
+    With drafts that stand with chance a = 1 / (1 + e / 2), a pass of depth D accepts m = a + … + a^D drafts on average. The
+    weights are those of numbers of accepted drafts that are geometric with such means.
+
+    Args:
+        passes, committed: int32 `[B]`, speculative passes the row ran in and the tokens they committed.
+        depth: static.
+    """
+    if method != "coupled":
+        return jnp.ones((passes.shape[0], 1))
+    stands = 1 / (1 + 0.5 * np.asarray(DRAFT_ERRORS))
+    mean = np.sum(stands ** np.arange(1, depth + 1)[:, None], axis=0)
+    failed = passes.astype(jnp.float32)[:, None]
+    accepted = jnp.maximum(committed - passes, 0).astype(jnp.float32)[:, None]
+    evidence = accepted * np.log(mean / (1 + mean)) - failed * np.log(1 + mean)
+    return jax.nn.softmax(evidence * jnp.minimum(_REMEMBERED / jnp.maximum(failed, 1.0), 1.0), axis=-1)
 
 
 def rank_chances(width: int) -> np.ndarray:
@@ -167,11 +189,11 @@ def _kept(logits: jax.Array, temperature: jax.Array, law: Law) -> jax.Array:
 
 
 class _Beam(NamedTuple):
-    """The nodes of one level that are extended: tokens, cumulative log-chances, parents within the beam before, and places
-    in the pool of everything drafted, each `[B, W]`."""
+    """The nodes of one level that are extended: tokens, chances of their paths (`[B, W, E]`), parents within the beam before,
+    and places in the pool of everything drafted, each `[B, W]`."""
 
     tokens: jax.Array
-    log_chance: jax.Array
+    chance: jax.Array
     parents: jax.Array
     places: jax.Array
 
@@ -183,6 +205,7 @@ def draft_tree(
     last: jax.Array,
     length: jax.Array,
     branch: Branch,
+    weights: jax.Array,
     strategy: Strategy,
 ) -> tuple[Tree, Any]:
     """Grows and prunes a tree.
@@ -195,33 +218,37 @@ def draft_tree(
         carry: any pytree of arrays of fixed shapes.
         last: int32 `[B]`, the last committed token.
         length: int32 `[B]`, tokens committed.
+        weights: float32 `[B, E]`, of the assumptions that chances are made under, see `belief`.
         strategy: depth, width and verify_tokens.
     """
     batch, (depth, width) = last.shape[0], (strategy.depth, strategy.width)
     first = branch(first_logits[:, None], length)
     at_root = jnp.zeros((batch, width), jnp.int32)
     places = jnp.broadcast_to(jnp.arange(1, width + 1, dtype=jnp.int32), (batch, width))
-    beam = _Beam(first.tokens[:, 0], first.log_chance[:, 0], at_root, places)
+    beam = _Beam(first.tokens[:, 0], weights[:, None] * first.chance[:, 0], at_root, places)
 
     def flat(x):
-        return x.reshape(batch, width * width)
+        return x.reshape(batch, width * width, *x.shape[3:])
 
     def grow(state, index):
         carry, beam = state
         logits, carry = step(carry, beam.tokens, beam.parents, index)
         found = branch(logits, length + index + 1)
-        tokens, log_chance = flat(found.tokens), flat(beam.log_chance[..., None] + found.log_chance)
+        # Factors up to 1 never make a number larger, nor a sum of such numbers, rounding or not.
+        tokens, chance = flat(found.tokens), flat(beam.chance[:, :, None] * found.chance)
         parents = jnp.repeat(beam.places, width, axis=1)
-        best, at = jax.lax.top_k(log_chance, width)
+        promise = jnp.sum(chance, axis=-1)
+        at = jax.lax.top_k(promise, width)[1]
+        chance = jnp.take_along_axis(chance, at[..., None], axis=1)
         place = 1 + width + index * width * width + at
-        beam = _Beam(jnp.take_along_axis(tokens, at, axis=1), best, at // width, place)
+        beam = _Beam(jnp.take_along_axis(tokens, at, axis=1), chance, at // width, place)
         bad = jnp.any(found.bad, axis=1)
-        return (carry, beam), (tokens, log_chance, flat(found.usable), parents, beam.places, found.log_q, bad)
+        return (carry, beam), (tokens, promise, flat(found.usable), parents, beam.places, found.log_q, bad)
 
-    pool = [last[:, None], jnp.zeros((batch, 1)), jnp.zeros((batch, 1), bool), at_root[:, :1]]
+    pool = [last[:, None], jnp.full((batch, 1), jnp.inf), jnp.zeros((batch, 1), bool), at_root[:, :1]]
     pool = [
         jnp.concatenate([root, x], axis=1)
-        for root, x in zip(pool, (first.tokens[:, 0], first.log_chance[:, 0], first.usable[:, 0], at_root))
+        for root, x in zip(pool, (first.tokens[:, 0], jnp.sum(beam.chance, axis=-1), first.usable[:, 0], at_root))
     ]
     extended, log_q, bad = [at_root[:, :1], places], first.log_q, first.bad[:, 0]
     if depth > 1:
@@ -233,8 +260,8 @@ def draft_tree(
         bad |= jnp.any(more_bad, axis=0)
         log_q = None if log_q is None else jnp.concatenate([log_q, join(more_q)], axis=1)
 
-    tokens, log_chance, usable, parents = pool
-    kept, parents = select(log_chance, parents, strategy.verify_tokens)
+    tokens, promise, usable, parents = pool
+    kept, parents = select(promise, parents, strategy.verify_tokens)
     levels = jnp.asarray(np.repeat(np.arange(depth + 1), [1, width] + [width * width] * (depth - 1)), jnp.int32)
     law = None
     if log_q is not None:
@@ -246,18 +273,18 @@ def draft_tree(
     return Tree(tokens, parents, levels[kept], usable, law, log_q, bad), carry
 
 
-def select(log_chance: jax.Array, parents: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def select(promise: jax.Array, parents: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` (static) most promising nodes.
 
     Args:
-        log_chance: float32 `[B, P]`, for no node more than for its parent; the root, node 0, has most.
+        promise: float32 `[B, P]`, for no node more than for its parent; the root, node 0, has most.
         parents: int32 `[B, P]`, each less than the node's own index; the root's is 0.
 
     Returns:
         The nodes kept, int32 `[B, count]`, ascending, and their parents among them, int32 `[B, count]`. Of equal nodes the
         first are kept, so that no node is kept without its parent.
     """
-    kept = jnp.sort(jax.lax.top_k(log_chance, count)[1], axis=1)
+    kept = jnp.sort(jax.lax.top_k(promise, count)[1], axis=1)
     rows = jnp.arange(kept.shape[0])[:, None]
     renamed = jnp.zeros_like(parents).at[rows, kept].set(jnp.arange(count, dtype=jnp.int32))
     return kept, jnp.take_along_axis(renamed, jnp.take_along_axis(parents, kept, axis=1), axis=1)

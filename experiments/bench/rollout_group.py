@@ -1,91 +1,103 @@
-"""Workload `group`: GRPO groups of 8 on the arithmetic task, second epoch, no learned drafter anywhere.
+"""Workload `group`: GRPO groups of 8 on the arithmetic task at the beginning of the second epoch, no learned drafter anywhere.
 
-The first epoch fills the history; the second draws new samples of the same prompts, and each row's drafts come from what
-its siblings and the epoch before answered. Responses end where they end.
+A real run trains through its first epoch (64 prompts, 8 steps); then eight groups are drawn from its policy, 8 rows at a time,
+plainly and with drafts from what the first epoch and finished siblings answered. Both give the same tokens.
 """
 
 import functools
+import pathlib
+import tempfile
 from typing import Any
 
-from adrl_jax.bandit.goodput import goodput
-from adrl_jax.models.transformer import engine_layout
 from adrl_jax.rollout import ties
-from adrl_jax.speculation.history import History
+from adrl_jax.runtime import collect, loop
 from adrl_jax.speculation.history_store import HistoryStore
-from adrl_jax.speculation.ngram import Ngram
-from adrl_jax.speculation.strategy import OFF, Strategy
-from adrl_jax.tasks.arithmetic import Arithmetic
-from adrl_jax.types import Request, SamplingParams
+from experiments import build, config, resolve
 from experiments.bench import form, sides
-from experiments.bench.sides import SEED, Side, say
+from experiments.bench.sides import Side, say
+from experiments.configs import smollm2_arithmetic
 
-GROUPS, SIZE, BUDGET = 4, 8, 64
-STRATEGIES = (OFF, *(Strategy("history", d) for d in (2, 4, 6)), Strategy("ngram", 3))
+GROUPS, SIZE = 8, 8
+STRATEGIES = ("off", "history-d1", "history-d2", "history-d3", "history-d5")
+
+
+def settings(args) -> config.Config:
+    """The arithmetic experiment, one epoch of it."""
+    c = smollm2_arithmetic.get_config()
+    c.model.source = args.model
+    c.train.steps = c.task.train_prompts // c.train.prompts_per_step
+    c.train.group_size = SIZE
+    c.task.eval_prompts, c.evaluation.every = 1, 0
+    c.rollout.strategies = STRATEGIES
+    c.rollout.max_batch, c.rollout.batch_buckets = SIZE, ()
+    c.rollout.rounds_per_launch = 4
+    c.drafter.history_reference, c.drafter.history_tokens = 512, 1 << 16
+    c.log.compare_repeats, c.log.report, c.log.tensorboard = 0, False, False
+    return config.freeze(c)
 
 
 class SecondEpoch(Side):
-    """Each call begins with the history of the first epoch, and is the second."""
+    """Each call begins with the history that the first epoch left."""
 
-    def __init__(self, *args: Any, first: list, **how: Any):
-        super().__init__(*args, **how)
-        self.first = first
+    def __init__(self, *args: Any, make_history):
+        super().__init__(*args)
+        self.make_history = make_history
 
     def __call__(self) -> float:
-        store = HistoryStore()
-        for rollout in self.first:
-            store.add(rollout)
-        self.how["history"] = store
+        self.how["history"] = self.make_history()
         return super().__call__()
 
 
 def run(args) -> tuple[dict[str, Any], dict[str, str]]:
     """Results and notes."""
-    model = sides.load(args.model)
-    params = engine_layout(model.params, model.config)
-    prompts = Arithmetic().encode(model.tokenizer).prompts("train")
-    sampling = SamplingParams(temperature=args.temperature)
+    c = settings(args)
+    limits = resolve.loop_config(c)
+    with build.opened(c) as parts, tempfile.TemporaryDirectory() as folder:
+        say(f"training through the first epoch: {c.train.steps} steps")
+        loop.run(parts, limits, pathlib.Path(folder))
+        saved = parts.history.state_dict()
 
-    def epoch(visit: int) -> list[Request]:
-        return [Request(prompts[g], visit, s, g, BUDGET) for g in range(GROUPS) for s in range(SIZE)]
+        def make_history() -> HistoryStore:
+            store = build.history_store(c)
+            store.load_state_dict(saved)
+            return store
 
-    engine = sides.make_engine(
-        model,
-        params,
-        STRATEGIES,
-        {"history": History(1024), "ngram": Ngram()},
-        {},
-        max_batch=SIZE,
-        rounds_per_launch=args.rounds_per_launch,
-    )
-    first = sides.fixed_side(engine, epoch(0), sampling, 0)
-    first()
-    rollouts = first.result.rollouts
-    say(f"first epoch: {sum(r.response_length for r in rollouts)} tokens in {len(rollouts)} responses")
-    plain = sides.fixed_side(engine, epoch(1), sampling, 0)
+        prompts = [parts.train_prompts[i] for i in range(GROUPS)]
+        requests = collect.requests_for(prompts, [1] * GROUPS, SIZE, c.train.max_new_tokens)
+        return _measure(args, parts, requests, limits.sampling, make_history, build.bandit(c))
+
+
+def _measure(args, parts, requests, sampling, make_history, bandit) -> tuple[dict[str, Any], dict[str, str]]:
+    engine, arms = parts.engine, parts.strategies
     ours = {
-        "plain": plain,
-        "history": SecondEpoch(engine, epoch(1), sampling, goodput(STRATEGIES, engine.config.batches), first=rollouts),
+        "plain": sides.fixed_side(engine, requests, sampling, parts.off),
+        "history": SecondEpoch(engine, requests, sampling, bandit, make_history=make_history),
     }
     fixed = {
-        s.name: SecondEpoch(engine, epoch(1), sampling, sides.fixed_bandit(engine, arm), first=rollouts)
-        for arm, s in enumerate(STRATEGIES)
+        s.name: SecondEpoch(engine, requests, sampling, sides.fixed_bandit(engine, arm), make_history=make_history)
+        for arm, s in enumerate(arms)
         if s.speculates
     }
     for name, side in (ours | fixed).items():
         say(name)
-        side.until_compiled(least=4 if name == "history" else 1)
+        side.until_compiled(least=3 if name == "history" else 1)
     pairs = form.alternate({name: side.seconds for name, side in ours.items()}, max(args.repeats, form.MIN_PAIRS), warmup=0)
     singles = form.alternate({name: side.seconds for name, side in fixed.items()}, args.repeats, warmup=0)
-    compare = functools.partial(ties.compare, model.config, params, seed=SEED, valid_vocab=model.valid_vocab)
-    agreements = [compare(plain.result.rollouts, side.result.rollouts) for side in (ours | fixed).values()]
+    params, seed = engine.params, engine.config.seed
+    compare = functools.partial(ties.compare, parts.model_config, params, seed=seed, valid_vocab=engine.config.valid_vocab)
+    plain = ours["plain"].result
+    agreements = [compare(plain.rollouts, side.result.rollouts) for side in (ours | fixed).values()]
+    lengths = [r.response_length for r in plain.rollouts]
     return {
         "plain_s": form.median(pairs["plain"]),
         "history_s": form.median(pairs["history"]),
         **form.ratio(pairs["plain"], pairs["history"]).results("history_over_plain"),
+        "prefill_s": plain.stats.prefill_seconds,
         "fixed_s": {name: form.median(values) for name, values in singles.items()},
         "accept_length": ours["history"].accept_length,
         "accept_length_fixed": {name: side.accept_length for name, side in fixed.items()},
-        "response_tokens": sum(r.response_length for r in plain.result.rollouts),
+        "response_tokens": sum(lengths),
+        "longest_response": max(lengths),
         "identical_tokens": all(a.identical for a in agreements),
         "tie_divergences": sum(a.tie_divergences for a in agreements),
     }, {}

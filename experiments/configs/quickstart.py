@@ -35,14 +35,11 @@ def get_config():
     c.train.max_new_tokens = 104
 
     # Few shapes, so that little is compiled: three batch sizes, one cache capacity.
-    c.rollout.strategies = ("off", "eagle-d2", "eagle-d3")
+    c.rollout.strategies = ("off", "eagle-d1", "eagle-d2", "eagle-d3", "eagle-d5")
     c.rollout.max_batch = 64
     c.rollout.batch_buckets = (4, 16, 64)
     c.rollout.cache_bucket = 128
     c.rollout.rounds_per_launch = 4
-    c.bandit.thresholds = (1, 5)
-    c.bandit.epsilon = 0.02
-    c.bandit.window = 32
 
     # Always 48 rows of 112 tokens: one program; microbatches that hold only padding are skipped.
     c.learner.learning_rate = 3e-4

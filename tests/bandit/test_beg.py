@@ -3,9 +3,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from launches import context, report
 
-from adrl_jax.bandit import beg as beg_lib
-from adrl_jax.bandit.beg import beg, bucket_of, bucket_table, medians
+from adrl_jax.bandit.base import tokens_to_verify
+from adrl_jax.bandit.beg import beg, beg_static, bucket_of, bucket_table, medians
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,8 @@ def test_groups_by_tokens_to_verify_most_first():
 
 
 def test_a_chain_verifies_its_depth_and_one():
-    assert beg_lib.tokens_to_verify(Arm(4)) == 5
-    assert beg_lib.tokens_to_verify(Arm(0)) == 1
+    assert tokens_to_verify(Arm(4)) == 5
+    assert tokens_to_verify(Arm(0)) == 1
 
 
 def test_batch_sizes_land_in_the_bucket_as_written():
@@ -59,16 +60,16 @@ def test_settings_out_of_range_are_errors(field, value):
 
 def test_no_speculation_alone_is_a_legal_run():
     bandit = beg((Arm(0),), (1,))
-    assert int(bandit.select(bandit.init(), key(0), 9)) == 0
+    assert int(bandit.select(bandit.init(), key(0), context(9))) == 0
 
 
 def test_reports_are_credited_to_the_arm_that_ran():
     """A was started, B chosen before A reports: A = 10, B = 1."""
     bandit = beg((Arm(0), Arm(4)), (1,))
     state = bandit.init()
-    state = bandit.update(state, 0, 4, 10, 1.0)
-    state = bandit.update(state, 1, 4, 1, 1.0)
-    state = bandit.update(state, 0, 4, 10, 1.0)
+    state = bandit.update(state, report(0, 4, 10, 1.0))
+    state = bandit.update(state, report(1, 4, 1, 1.0))
+    state = bandit.update(state, report(0, 4, 10, 1.0))
     np.testing.assert_allclose(medians(state), [[10.0, 1.0]])
 
 
@@ -80,9 +81,9 @@ def test_each_bucket_learns_for_itself():
     state, last = bandit.init(), {}
     for i in range(150):
         for running, speeds in tokens_per_s.items():
-            arm = int(bandit.select(state, key(3 * i + running), running))
+            arm = int(bandit.select(state, key(3 * i + running), context(running)))
             assert speeds[arm] is not None, "an arm of another bucket was picked"
-            state = bandit.update(state, arm, running, speeds[arm], 1.0)
+            state = bandit.update(state, report(arm, running, speeds[arm], 1.0, depth=7))
             last.setdefault(running, []).append(arm)
     majority = {running: np.bincount(arms[10:]).argmax() for running, arms in last.items()}
     assert majority == {4: 1, 64: 2, 128: 0}
@@ -98,8 +99,8 @@ def test_untried_arms_come_before_any_repeat_even_when_exploring():
         bandit, picks = beg(arms, (1,), epsilon=epsilon), []
         state = bandit.init()
         for i in range(4):
-            picks.append(int(bandit.select(state, key(i), 2)))
-            state = bandit.update(state, picks[-1], 2, 5, 1.0)
+            picks.append(int(bandit.select(state, key(i), context(2))))
+            state = bandit.update(state, report(picks[-1], 2, 5, 1.0, depth=8))
         assert sorted(picks) == [0, 1, 2, 3]
 
 
@@ -107,18 +108,18 @@ def test_untried_in_one_bucket_does_not_mean_untried_in_another():
     bandit = beg((Arm(0), Arm(7), Arm(3)), (1, 8), epsilon=0.0)
     state = bandit.init()
     for arm, running in ((0, 2), (1, 2), (2, 8)):
-        state = bandit.update(state, arm, running, 50 + arm, 1.0)
-    assert int(bandit.select(state, key(0), 2)) == 1
-    assert int(bandit.select(state, key(0), 8)) == 0, "off was never run at this batch size"
+        state = bandit.update(state, report(arm, running, 50 + arm, 1.0, depth=7))
+    assert int(bandit.select(state, key(0), context(2))) == 1
+    assert int(bandit.select(state, key(0), context(8))) == 0, "off was never run at this batch size"
 
 
 def test_the_median_outlives_one_slow_launch():
     bandit = beg((Arm(0), Arm(4)), (1,), epsilon=0.0)
     state = bandit.init()
     for seconds in (1.0, 1.0, 10.0):  # the last one was disturbed
-        state = bandit.update(state, 1, 1, 20, seconds)
-        state = bandit.update(state, 0, 1, 10, 1.0)
-    assert int(bandit.select(state, key(0), 1)) == 1
+        state = bandit.update(state, report(1, 1, 20, seconds))
+        state = bandit.update(state, report(0, 1, 10, 1.0))
+    assert int(bandit.select(state, key(0), context(1))) == 1
     np.testing.assert_allclose(medians(state), [[10, 20]])
 
 
@@ -126,7 +127,7 @@ def test_median_of_an_even_number_is_the_mean_of_the_middle_two():
     bandit = beg((Arm(0), Arm(4)), (1,), window=4)
     state = bandit.init()
     for tokens in (100, 1, 4, 2, 8):  # the window forgets the 100
-        state = bandit.update(state, 0, 1, tokens, 1.0)
+        state = bandit.update(state, report(0, 1, tokens, 1.0))
     np.testing.assert_allclose(medians(state)[0, 0], 3.0)
 
 
@@ -135,9 +136,9 @@ def test_epsilon_is_the_share_of_random_picks():
     bandit = beg(arms, (1,), epsilon=0.4)
     state = bandit.init()
     for arm, tokens in enumerate((1, 9, 2, 3)):
-        state = bandit.update(state, arm, 1, tokens, 1.0)
+        state = bandit.update(state, report(arm, 1, tokens, 1.0, depth=8))
     keys = jax.random.split(jax.random.key(5), 4000)
-    picks = np.asarray(jax.vmap(lambda k: bandit.select(state, k, 1))(keys))
+    picks = np.asarray(jax.vmap(lambda k: bandit.select(state, k, context(1)))(keys))
     shares = np.bincount(picks, minlength=4) / len(picks)
     np.testing.assert_allclose(shares, [0.1, 0.7, 0.1, 0.1], atol=0.03)
 
@@ -151,8 +152,8 @@ def test_a_new_best_arm_holds_the_majority_200_launches_after_the_change(before,
     bandit = beg((Arm(0), Arm(4)), (1,), epsilon=0.1, window=100, max_age=max_age)
     state, picks = bandit.init(), []
     for i in range(500):
-        arm = int(bandit.select(state, key(i), 3))
-        state = bandit.update(state, arm, 3, (before if i < 300 else after)[arm], 1.0)
+        arm = int(bandit.select(state, key(i), context(3)))
+        state = bandit.update(state, report(arm, 3, (before if i < 300 else after)[arm], 1.0))
         picks.append(arm)
     assert np.mean(picks[200:300]) < 0.5
     assert np.mean(picks[450:]) > 0.5
@@ -160,9 +161,40 @@ def test_a_new_best_arm_holds_the_majority_200_launches_after_the_change(before,
 
 def test_entries_past_their_age_count_as_untried():
     bandit = beg((Arm(0), Arm(4)), (1,), epsilon=0.0, max_age=3)
-    state = bandit.update(bandit.init(), 1, 1, 1, 1.0)
+    state = bandit.update(bandit.init(), report(1, 1, 1, 1.0))
     for i in range(3):
-        arm = int(bandit.select(state, key(i), 1))
+        arm = int(bandit.select(state, key(i), context(1)))
         assert arm == 0, i
-        state = bandit.update(state, arm, 1, 100, 1.0)
-    assert int(bandit.select(state, key(9), 1)) == 1
+        state = bandit.update(state, report(arm, 1, 100, 1.0))
+    assert int(bandit.select(state, key(9), context(1))) == 1
+
+
+def test_the_static_rule_runs_one_strategy_a_bucket_and_never_learns():
+    """The published set-up: the more requests, the fewer tokens to verify; nothing above 32 requests."""
+    arms = (Arm(8, 48), Arm(8, 32), Arm(8, 16), Arm(8, 8), Arm(0))
+    bandit = beg_static(arms, (1, 2, 5, 21))
+    state = bandit.update(bandit.init(), report(4, 20, 1, 1.0, rounds=10, depth=8))
+    for i, speed in enumerate((1, 1e6, 1, 1e6)):
+        picks = [int(bandit.select(state, key(i), context(n))) for n in (1, 2, 4, 5, 20, 21, 32, 33, 500)]
+        assert picks == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+        state = bandit.update(state, report(picks[i], 20, speed, 1.0, depth=8))
+
+
+def test_the_static_rule_waits_for_the_batch_to_stay_small():
+    bandit, picks = beg_static((Arm(0), Arm(4)), (1,), off_above=32, patience=10), []
+    state = bandit.init()
+    for running in (40, 30, 30, 30, 33, 30, 30, 30):
+        picks.append(int(bandit.select(state, key(0), context(running))))
+        state = bandit.update(state, report(picks[-1], running, 1, 1.0, rounds=8))
+    assert picks == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_the_static_rule_without_a_limit_speculates_at_once():
+    bandit = beg_static((Arm(0), Arm(4), Arm(2, 5)), (1,), off_above=None)
+    assert [int(bandit.select(bandit.init(), key(0), context(n))) for n in (1, 500)] == [1, 1], "the first of its group"
+
+
+@pytest.mark.parametrize("field, value", [("off_above", -1), ("patience", -1)])
+def test_settings_of_the_static_rule_out_of_range_are_errors(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        beg_static((Arm(0), Arm(4)), (1,), **{field: value})

@@ -1,5 +1,6 @@
 import jax
 import pytest
+from launches import context, report
 
 from adrl_jax.bandit.fixed import fixed
 
@@ -8,8 +9,8 @@ def test_always_the_same_arm_whatever_is_reported():
     bandit = fixed(1, num_arms=3)
     state = bandit.init()
     for i in range(20):
-        assert int(bandit.select(state, jax.random.key(i), i + 1)) == 1
-        state = bandit.update(state, 1, i + 1, 1, 1e6)
+        assert int(bandit.select(state, jax.random.key(i), context(i + 1))) == 1
+        state = bandit.update(state, report(1, i + 1, 1, 1e6))
     assert int(state.reports) == 20
 
 

@@ -33,8 +33,12 @@ NODES, DEPTH = PARENTS.shape[1], 4
 
 @functools.cache
 def params_of(config):
-    params = transformer.init_params(config, jax.random.key(1))
-    return jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, params)
+    """Peaked attention, so that differences show."""
+    shapes = jax.eval_shape(lambda key: transformer.init_params(config, key), jax.random.key(0))
+    rng = np.random.default_rng(2)
+    return jax.tree.map(
+        lambda x: (rng.normal(size=x.shape) * 0.2 if len(x.shape) > 1 else np.ones(x.shape)).astype("f"), shapes
+    )
 
 
 def levels_of(parents):
@@ -73,15 +77,18 @@ def plain(config, tokens):
     return transformer.Transformer(config).apply({"params": params_of(config)}, tokens, positions, attend=attend, cache=cache)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def tree_pass(config, cache):
-    root = jnp.asarray(LENGTHS - 1)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def tree_pass(config, cache, sees, parts=((0, NODES),)):
+    """Hidden states and caches of all nodes, fed in one or several parts."""
+    root, found = jnp.asarray(LENGTHS - 1), []
     positions = root[:, None] + LEVELS
-    attend = tree_attention(positions, root, sees(), positions, 0)
-    cache = TreeCache(cache, init_cache(config, ROWS, NODES))
-    return transformer.Transformer(config).apply(
-        {"params": params_of(config)}, jnp.asarray(DRAFTS), positions, attend=attend, cache=cache
-    )
+    cache = TreeCache(cache, jax.tree.map(lambda x: x + 1e4, init_cache(config, ROWS, NODES)))
+    for start, end in parts:
+        attend = tree_attention(positions[:, start:end], root, sees[:, start:end], positions, jnp.int32(start))
+        nodes = jnp.asarray(DRAFTS)[:, start:end], positions[:, start:end]
+        part, cache = transformer.Transformer(config).apply({"params": params_of(config)}, *nodes, attend=attend, cache=cache)
+        found.append(part)
+    return jnp.concatenate(found, axis=1), cache
 
 
 def poisoned(cache):
@@ -98,7 +105,7 @@ def passed(request):
     """Config, cache before, and what the pass over all nodes gives."""
     config = CONFIGS[request.param]
     before = poisoned(plain(config, jnp.asarray(TEXT))[1])
-    return config, before, *tree_pass(config, before)
+    return config, before, *tree_pass(config, before, sees())
 
 
 def alone(config, row, node):
@@ -120,11 +127,7 @@ def test_each_node_sees_its_own_path_only(passed):
 def test_nodes_really_differ_by_their_paths(passed):
     """Siblings' subtrees with the same token at the same level do not give the same: the mask is what is tested above."""
     config, before, hidden, _ = passed
-    positions = jnp.asarray((LENGTHS - 1)[:, None] + LEVELS)
-    attend = tree_attention(positions, jnp.asarray(LENGTHS - 1), jnp.ones_like(sees()), positions, 0)
-    blind, _ = transformer.Transformer(config).apply(
-        {"params": params_of(config)}, jnp.asarray(DRAFTS), positions, attend=attend, cache=TreeCache(before, init_cache(config, ROWS, NODES))
-    )  # fmt: skip
+    blind, _ = tree_pass(config, before, jnp.ones_like(sees()))
     assert float(jnp.abs(blind - hidden).max()) > 1e-2
 
 
@@ -151,20 +154,12 @@ def test_the_committed_cache_is_that_of_plain_decoding(passed):
 def test_nodes_may_come_level_by_level(passed):
     """As a drafter feeds them: fresh slots of earlier calls are seen by later ones."""
     config, before, hidden, cache = passed
-    root, found = jnp.asarray(LENGTHS - 1), []
-    model, positions = transformer.Transformer(config), jnp.asarray((LENGTHS - 1)[:, None] + LEVELS)
-    state = TreeCache(before, jax.tree.map(lambda x: x + 1e4, init_cache(config, ROWS, NODES)))
-    for start, end in ((0, 1), (1, 2), (2, 5), (5, 8)):
-        attend = tree_attention(positions[:, start:end], root, sees()[:, start:end], positions, jnp.int32(start))
-        part, state = model.apply(
-            {"params": params_of(config)}, jnp.asarray(DRAFTS)[:, start:end], positions[:, start:end], attend=attend, cache=state
-        )  # fmt: skip
-        found.append(part)
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), hidden, atol=2e-5)
+    found, state = tree_pass(config, before, sees(), ((0, 1), (1, 2), (2, 5), (5, 8)))
+    np.testing.assert_allclose(found, hidden, atol=2e-5)
     for a, b in zip(jax.tree.leaves(state.fresh), jax.tree.leaves(cache.fresh)):
         np.testing.assert_allclose(a, b, atol=2e-5)
     for a, b in zip(jax.tree.leaves(state.past), jax.tree.leaves(before)):
-        assert a is b  # only read
+        np.testing.assert_array_equal(a, b)  # only read
 
 
 def test_attention_in_parts_is_attention_over_all():

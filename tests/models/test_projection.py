@@ -12,7 +12,7 @@ from adrl_jax.speculation.eagle import Eagle
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shape", [(1, 1), (5,), (4, 3), (2, 70)])
+@pytest.mark.parametrize("shape", [(1, 1), (5,), (7,), (8,), (4, 3), (2, 70)])
 def test_product_against_float64(shape, dtype, tolerance):
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(*shape, 48)), rng.normal(size=(40, 48)) / 7

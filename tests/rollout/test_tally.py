@@ -9,7 +9,7 @@ from rollout_world import DRAFTERS, EOS, SEED, TARGET, VALID, make_requests
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.rollout.engine import Engine, EngineConfig
 from adrl_jax.rollout.round import tally
-from adrl_jax.rollout.serving import report_of
+from adrl_jax.rollout.stats import report_of
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import SamplingParams
 

@@ -35,13 +35,17 @@ class Bench:
         run = jax.jit(self.drafter.advance, static_argnums=6)
         return run(self.params, self.target, state, self.tokens, LENGTH, self.hidden, width)
 
-    def tree(self, strategy, method="rejection", state=None, params=None, law=Law()):  # noqa: B008 (frozen)
-        @jax.jit
-        def run(params, state):
-            branch = make_branch(method, strategy.width, TEMPERATURE, self.keys, law)
-            return propose_tree(self.drafter, params, self.target, state, self.tokens, LENGTH, branch, strategy)
+    @functools.cache  # noqa: B019 (benches live as long as their tests)
+    def _tree(self, strategy, method):
+        def run(params, state, length):
+            branch = make_branch(method, strategy.width, TEMPERATURE, self.keys, Law())
+            return propose_tree(self.drafter, params, self.target, state, self.tokens, length, branch, strategy)
 
-        return run(self.params if params is None else params, self.state if state is None else state)
+        return jax.jit(run)
+
+    def tree(self, strategy, method="rejection", state=None, params=None, length=LENGTH):
+        run = self._tree(strategy, method)
+        return run(self.params if params is None else params, self.state if state is None else state, length)
 
     @functools.cached_property
     def _chain(self):
@@ -110,7 +114,7 @@ def test_a_tree_of_width_one_is_the_drafters_chain(bench, method, depth):
 
 
 def test_a_row_that_lags_or_is_empty_offers_nothing(bench):
-    strategy = Strategy("eagle", 3, 2, 6)
+    strategy = Strategy("eagle", 4, 3, 14)
     lagging = bench.advance(bench.drafter.init_state(ROWS, CAPACITY), 4)  # rows of 7 and 12 tokens are not complete yet
     tree = bench.tree(strategy, "coupled", lagging)
     np.testing.assert_array_equal(tree.usable[:, 1:].any(axis=1), [False, False, True])
@@ -132,22 +136,12 @@ def test_what_lies_past_a_rows_entries_does_not_matter(bench):
     np.testing.assert_allclose(one.log_q, other.log_q, atol=1e-5)
 
 
-def test_trees_need_no_room_in_the_drafters_cache():
+def test_trees_need_no_room_in_the_drafters_cache(bench):
     """Rows whose cache is full to the last entry still draft: nodes lie beside it."""
-    bench = Bench(tiny.LLAMA)
-    tight = bench.state._replace(cache=jax.tree.map(lambda x: x, bench.state.cache))
-    full = jnp.array([CAPACITY, CAPACITY, CAPACITY])
+    full, strategy = jnp.full(ROWS, CAPACITY), Strategy("eagle", 4, 3, 14)
     advance = jax.jit(bench.drafter.advance, static_argnums=6)
-    tight = advance(bench.params, bench.target, tight, bench.tokens, full, bench.hidden, CAPACITY)
-    roomy = bench.drafter.grow(tight, CAPACITY + 20)
-
-    def run(state):
-        branch = make_branch("rejection", 3, TEMPERATURE, bench.keys, Law())
-        strategy = Strategy("eagle", 4, 3, 14)
-        return jax.jit(
-            lambda s: propose_tree(bench.drafter, bench.params, bench.target, s, bench.tokens, full, branch, strategy)
-        )(state)
-
-    one, other = run(tight), run(roomy)
+    tight = advance(bench.params, bench.target, bench.state, bench.tokens, full, bench.hidden, CAPACITY)
+    one = bench.tree(strategy, state=tight, length=full)
+    other = bench.tree(strategy, state=bench.drafter.grow(tight, CAPACITY + 20), length=full)
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_allclose(one.log_q, other.log_q, atol=1e-5)

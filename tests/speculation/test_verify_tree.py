@@ -19,7 +19,7 @@ from adrl_jax.speculation import tree, verify, verify_tree
 from adrl_jax.speculation.drafter import draft_chain
 from adrl_jax.speculation.strategy import Strategy
 
-V, DRAWS, LENGTH, CONTEXT = 5, 200_000, 4, (0, 1)
+V, DRAWS, LENGTH, CONTEXT = 5, 100_000, 4, (0, 1)
 TABLE = np.random.default_rng(0).normal(size=(V, V, V)).astype(np.float32) * 1.5
 DRAFTERS = {
     "near": TABLE + np.random.default_rng(1).normal(size=TABLE.shape).astype(np.float32) * 0.5,
@@ -95,8 +95,8 @@ CASES = [
     ("rejection", "near", (3, 3, 12), {}),
     ("rejection", "adversarial", (3, 3, 12), {}),
     ("rejection", "adversarial", (1, 5, 6), {}),
-    ("rejection", "near", (3, 2, 6), {"temperature": 0.6, "law": Law(top_k=3), "draws": 50_000}),
-    ("rejection", "adversarial", (2, 4, 10), {"temperature": 1.4, "law": Law(top_p=0.9), "draws": 50_000}),
+    ("rejection", "near", (3, 2, 6), {"temperature": 0.6, "law": Law(top_k=3), "draws": 20_000}),
+    ("rejection", "adversarial", (2, 4, 10), {"temperature": 1.4, "law": Law(top_p=0.9), "draws": 20_000}),
 ]
 
 
@@ -114,6 +114,7 @@ def test_output_has_exactly_the_targets_law(method, drafter, shape, options):
     if method == "coupled":
         return  # which level a token is decided at depends on its noise; tokens as such do not depend on the tree at all
     # Tokens of the first round, by the level of the tree they come from, given the path so far: nothing but the target's law.
+    seen = 0
     for level in range(1, min(shape[0] + 1, 3) + 1):
         at = np.ones(len(tokens), bool)
         for place in range(1, level + 1):
@@ -128,7 +129,9 @@ def test_output_has_exactly_the_targets_law(method, drafter, shape, options):
             kept = expected > 0
             statistic += ((counts[context] - expected)[kept] ** 2 / expected[kept]).sum()
             freedom += kept.sum() - 1
-        assert freedom > 0 and stats.chi2.sf(statistic, freedom) > 0.001
+        seen += freedom
+        assert freedom == 0 or stats.chi2.sf(statistic, freedom) > 0.001
+    assert seen > (10 if drafter == "near" else 1)
 
 
 def draft_orders(q, width):
@@ -202,7 +205,7 @@ def test_a_law_that_forgets_rejected_siblings_would_be_seen():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_coupled_tokens_do_not_depend_on_drafter_or_shape(temperature):
-    shapes = [(1, 1, 2), (1, 5, 6), (2, 3, 8), (4, 2, 7), (4, 3, 20)]
+    shapes = [(1, 5, 6), (2, 3, 8), (4, 2, 7)]
     runs = [run("coupled", d, shape, temperature, draws=2000)[0] for d in DRAFTERS for shape in shapes]
     for tokens in runs[1:]:
         np.testing.assert_array_equal(tokens, runs[0])
@@ -216,43 +219,41 @@ def test_coupled_tokens_do_not_depend_on_drafter_or_shape(temperature):
         np.testing.assert_array_equal(verdict.tokens[:, 0], own[:, place])
 
 
-WIDE = 60
+WIDE, MANY, TREE = 60, 600, Strategy("x", 4, 3, 14)
+WIDE_LAW, WIDE_KEYS, WIDE_LENGTH = Law(valid_vocab=50), request_keys(MANY), jnp.full(MANY, 5)
 WIDE_TABLE = np.random.default_rng(3).normal(size=(WIDE, WIDE)).astype(np.float32) * 2.5
 WIDE_DRAFTER = WIDE_TABLE + np.random.default_rng(4).normal(size=WIDE_TABLE.shape).astype(np.float32) * 0.7
 
 
-@functools.partial(jax.jit, static_argnames=("method", "strategy", "law"))
-def one_pass(temperature, keys, *, method, strategy, law=Law()):  # noqa: B008 (frozen)
+@functools.partial(jax.jit, static_argnames=("method", "strategy"))
+def one_pass(method, strategy, temperature):
     """A tree and its walk on a bigram language of 60 tokens."""
     table, drafter = jnp.asarray(WIDE_TABLE), jnp.asarray(WIDE_DRAFTER)
-    rows = keys.shape[0]
-    last, length = jnp.arange(rows, dtype=jnp.int32) % WIDE, jnp.full(rows, 5)
-    branch = tree.make_branch(method, strategy.width, temperature, keys, law)
+    last = jnp.arange(MANY, dtype=jnp.int32) % WIDE
+    branch = tree.make_branch(method, strategy.width, temperature, WIDE_KEYS, WIDE_LAW)
     step = lambda carry, ids, parents, index: (drafter[ids], carry)  # noqa: E731
-    drafts, _ = tree.draft_tree(drafter[last], step, (), last, length, branch, strategy)
+    drafts, _ = tree.draft_tree(drafter[last], step, (), last, WIDE_LENGTH, branch, strategy)
     decide = getattr(verify_tree, method)
-    return drafts, decide(table[drafts.tokens], drafts, strategy, temperature, keys, length, law)
+    return drafts, decide(table[drafts.tokens], drafts, strategy, temperature, WIDE_KEYS, WIDE_LENGTH, WIDE_LAW)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "depth"))
-def one_chain(temperature, keys, *, method, depth):
+def one_chain(method, depth, temperature):
     table, drafter = jnp.asarray(WIDE_TABLE), jnp.asarray(WIDE_DRAFTER)
-    rows = keys.shape[0]
-    last, length = jnp.arange(rows, dtype=jnp.int32) % WIDE, jnp.full(rows, 5)
-    draw = verify.make_draw(method, temperature, keys, Law())
+    last = jnp.arange(MANY, dtype=jnp.int32) % WIDE
+    draw = verify.make_draw(method, temperature, WIDE_KEYS, WIDE_LAW)
     step = lambda carry, ids, index: (drafter[ids], carry)  # noqa: E731
-    drafts, log_q, _ = draft_chain(drafter[last][:, None], step, (), length, draw, depth)
+    drafts, log_q, _ = draft_chain(drafter[last][:, None], step, (), WIDE_LENGTH, draw, depth)
     logits = table[jnp.concatenate([last[:, None], drafts], axis=1)]
-    positions = length[:, None] + jnp.arange(depth + 1)
-    arguments = (logits, drafts, jnp.full(rows, depth), temperature, keys, positions, Law())
+    positions = WIDE_LENGTH[:, None] + jnp.arange(depth + 1)
+    arguments = (logits, drafts, jnp.full(MANY, depth), temperature, WIDE_KEYS, positions, WIDE_LAW)
     return verify.coupled(*arguments) if method == "coupled" else verify.rejection(*arguments, log_q)
 
 
 @pytest.mark.parametrize("method", verify.METHODS)
 def test_width_one_is_the_chains_verdict(method):
-    keys, temperature = request_keys(600), jnp.array([0.7, 1.0, 1.3] * 200)
-    walk = one_pass(temperature, keys, method=method, strategy=Strategy("x", 4))[1]
-    chain = one_chain(temperature, keys, method=method, depth=4)
+    temperature = jnp.array([0.7, 1.0, 1.3] * (MANY // 3))
+    walk, chain = one_pass(method, Strategy("x", 4), temperature)[1], one_chain(method, 4, temperature)
     np.testing.assert_array_equal(walk.verdict.count, chain.count)
     assert len(np.unique(chain.count)) == 5
     committed = np.arange(5) < np.asarray(chain.count)[:, None]
@@ -263,34 +264,31 @@ def test_width_one_is_the_chains_verdict(method):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_trees_accept_more_than_chains(temperature):
     """At equal depth, and at equal tokens to verify; and coupled trees keep up with rejection trees."""
-    keys, hot = request_keys(1500), jnp.full(1500, temperature)
-    length = lambda walk: float(np.mean(np.asarray(walk.count)))  # noqa: E731
-    at_depth = Strategy("x", 4, 3, 12)
-    coupled = length(one_pass(hot, keys, method="coupled", strategy=at_depth)[1].verdict)
-    rejection = length(one_pass(hot, keys, method="rejection", strategy=at_depth)[1].verdict)
-    assert coupled > 1.1 * length(one_chain(hot, keys, method="coupled", depth=4))
-    assert rejection > 1.05 * length(one_chain(hot, keys, method="rejection", depth=4))
+    hot = jnp.full(MANY, temperature)
+    length = lambda verdict: float(np.mean(np.asarray(verdict.count)))  # noqa: E731
+    coupled, rejection = (length(one_pass(method, TREE, hot)[1].verdict) for method in ("coupled", "rejection"))
+    assert coupled > 1.1 * length(one_chain("coupled", 4, hot))
+    assert rejection > 1.05 * length(one_chain("rejection", 4, hot))
     assert coupled > 0.95 * rejection
-    deep = length(one_pass(hot, keys, method="coupled", strategy=Strategy("x", 8, 3, 12))[1].verdict)
-    assert deep > 1.05 * length(one_chain(hot, keys, method="coupled", depth=11))
+    deep = length(one_pass("coupled", Strategy("x", 11, 3, 12), hot)[1].verdict)
+    assert deep > 1.03 * length(one_chain("coupled", 11, hot))
 
 
-def test_coupled_trees_never_end_before_the_chain_within_them():
-    """A chain's drafts are the first children; a tree wide enough to hold them all accepts at least as many."""
-    keys, ones = request_keys(400), jnp.ones(400)
-    full = one_pass(ones, keys, method="coupled", strategy=Strategy("x", 3, 2, 11))[1].verdict.count
-    chain = one_chain(ones, keys, method="coupled", depth=3).count
-    assert (np.asarray(full) >= np.asarray(chain)).all() and (np.asarray(full) > np.asarray(chain)).any()
+def test_a_tree_that_holds_the_chain_accepts_at_least_as_much():
+    """A chain's drafts are first children, and nothing of this tree is pruned."""
+    ones = jnp.ones(MANY)
+    full = np.asarray(one_pass("coupled", Strategy("x", 2, 2, 7), ones)[1].verdict.count)
+    chain = np.asarray(one_chain("coupled", 2, ones).count)
+    assert (full >= chain).all() and (full > chain).mean() > 0.1
 
 
 @pytest.mark.parametrize("method", verify.METHODS)
 def test_paths_log_probs_and_levels_fit_the_tree(method):
-    rows, strategy, filters = 300, Strategy("x", 4, 3, 14), Law(valid_vocab=50)
-    keys, temperature = request_keys(rows), jnp.array([0.0, 0.7, 1.0] * (rows // 3))
-    drafts, walk = jax.tree.map(np.asarray, one_pass(temperature, keys, method=method, strategy=strategy, law=filters))
-    law = np.asarray(log_law(WIDE_TABLE[drafts.tokens], np.tile(np.asarray(temperature)[:, None], (1, 14)), filters))
+    temperature = jnp.array([0.0, 0.7, 1.0] * (MANY // 3))
+    drafts, walk = jax.tree.map(np.asarray, one_pass(method, TREE, temperature))
+    law = np.asarray(log_law(WIDE_TABLE[drafts.tokens], np.tile(np.asarray(temperature)[:, None], (1, 14)), WIDE_LAW))
     assert set(np.unique(walk.verdict.count)) == {1, 2, 3, 4, 5}
-    for row in range(rows):
+    for row in range(MANY):
         count, path = walk.verdict.count[row], walk.path[row]
         assert path[0] == 0
         for i in range(count):
@@ -302,48 +300,41 @@ def test_paths_log_probs_and_levels_fit_the_tree(method):
                 assert path[i + 1] in children and walk.examined[row, i]
             elif method == "coupled":
                 assert token not in drafts.tokens[row, children]
-            if i < strategy.depth:
+            if i < TREE.depth:
                 assert walk.examined[row, i] == (len(children) > 0)
         assert not walk.examined[row, count:].any()
 
 
 @pytest.mark.parametrize("method", verify.METHODS)
 def test_temperature_zero_is_greedy_decoding(method):
-    rows = 60
-    _, walk = one_pass(jnp.zeros(rows), request_keys(rows), method=method, strategy=Strategy("x", 4, 3, 16))
+    _, walk = jax.tree.map(np.asarray, one_pass(method, TREE, jnp.zeros(MANY)))
     assert len(np.unique(walk.verdict.count)) > 2
-    for row in range(rows):
-        token = row % WIDE
-        for i in range(int(walk.verdict.count[row])):
-            token = int(np.argmax(WIDE_TABLE[token]))
+    for row in range(WIDE):
+        token = row
+        for i in range(walk.verdict.count[row]):
+            token = int(np.argmax(WIDE_TABLE[token, :50]))
             assert walk.verdict.tokens[row, i] == token and walk.verdict.log_probs[row, i] == 0
 
 
 @pytest.mark.parametrize("method", verify.METHODS)
 def test_unusable_nodes_are_never_accepted(method):
-    rows, strategy = 50, Strategy("x", 3, 2, 7)
-    keys, ones, length = request_keys(rows), jnp.ones(rows), jnp.full(rows, 5)
-    drafts, usual = one_pass(ones, keys, method=method, strategy=strategy)
-    decide = getattr(verify_tree, method)
+    ones = jnp.ones(MANY)
+    drafts, usual = one_pass(method, TREE, ones)
     none = drafts._replace(usable=jnp.zeros_like(drafts.usable))
-    walk = decide(jnp.asarray(WIDE_TABLE)[drafts.tokens], none, strategy, ones, keys, length, Law())
+    decide = jax.jit(getattr(verify_tree, method), static_argnums=(2, 6))
+    walk = decide(jnp.asarray(WIDE_TABLE)[drafts.tokens], none, TREE, ones, WIDE_KEYS, WIDE_LENGTH, WIDE_LAW)
     assert (walk.verdict.count == 1).all() and not walk.examined.any() and (usual.verdict.count > 1).any()
     # Without drafts both methods draw the target's own token with the target's own noise.
-    if method == "rejection":
-        np.testing.assert_array_equal(
-            walk.verdict.tokens[:, 0], one_pass(ones, keys, method="coupled", strategy=strategy)[1].verdict.tokens[:, 0]
-        )
+    own = one_pass("coupled", TREE, ones)[1].verdict.tokens[:, 0]
+    np.testing.assert_array_equal(walk.verdict.tokens[:, 0], own)
 
 
 @pytest.mark.parametrize("method", verify.METHODS)
 def test_rows_are_independent(method):
-    strategy, temperature = Strategy("x", 3, 3, 9), jnp.array([1.0, 0.5, 0.0, 1.2])
-    keys = request_keys(4)
-    whole = jax.tree.map(np.asarray, one_pass(temperature, keys, method=method, strategy=strategy)[1])
-    for row in range(4):
-        # The last token is the row's number, so a row alone is moved by repeating it.
-        order = jnp.array([row if i == row else 0 for i in range(4)])
-        part = one_pass(temperature[order], keys[order], method=method, strategy=strategy)[1]
-        count = whole.verdict.count[row]
-        assert part.verdict.count[row] == count
-        np.testing.assert_array_equal(part.verdict.tokens[row, :count], whole.verdict.tokens[row, :count])
+    temperature = jnp.array([1.0, 0.5, 0.0, 1.2] * (MANY // 4))
+    one = jax.tree.map(np.asarray, one_pass(method, TREE, temperature)[1])
+    # Rows are told apart by their keys and last tokens alone: other neighbours, other temperatures elsewhere.
+    kept = np.arange(MANY) % 3 == 0
+    other = one_pass(method, TREE, jnp.where(kept, temperature, 0.9))[1]
+    np.testing.assert_array_equal(one.verdict.count[kept], np.asarray(other.verdict.count)[kept])
+    np.testing.assert_array_equal(one.verdict.tokens[kept], np.asarray(other.verdict.tokens)[kept])
