@@ -23,12 +23,12 @@ from adrl_jax.bandit.base import Arm, batch_bucket, check_buckets, off_arm, toke
 
 CACHE_STEPS = 2  # cache buckets an octave
 LEAST_CACHE = 32  # tokens of cache bucket 0
-MEMORY = 50.0  # launches that a cell remembers
+MEMORY = 30.0  # launches that a cell remembers
 FORGET = 0.999  # discount of every cell at each launch
 SLOW = 0.2  # log-seconds off the estimate at which a launch counts half
 OWN = 0.15  # standard deviation of one launch, log-seconds
 SELF = 0.06  # standard deviation of a launch that the other launches of the time do not share, log-seconds
-CALM, WIND = 0.97, 0.25  # a slow-down that all arms share: what is left of it a launch later, gain of its estimate
+CALM, WIND = 0.93, 0.25  # a slow-down that all arms share: what is left of it a launch later, gain of its estimate
 UNIT = 3.0  # standard deviation of the log of a machine's speed before anything was measured
 ODD = 0.05  # what no law and no neighbour tells of a cell
 LAW = 0.2  # standard deviation of a prediction where nothing near was measured
@@ -185,10 +185,11 @@ def update(
     weather = CALM * state.weather
     surprise = log_seconds - weather - expected
     trust = 1.0 / (1.0 + surprise**2 / (SLOW**2 + deviation**2))
+    trust = jnp.where(state.weight.any(), trust, 1.0)  # nothing to compare the very first launch with
     before = jnp.minimum(state.weight[place], MEMORY)
     after = before + trust
     old = state.log_seconds[place]
-    gain = trust * WIND / (1.0 + (deviation / SELF) ** 2)
+    gain = jnp.where(state.weight.any(), trust * WIND / (1.0 + (deviation / SELF) ** 2), 0.0)
     return Latency(
         state.log_seconds.at[place].set(old + trust / after * (log_seconds - weather - old)),
         (FORGET * state.weight).at[place].set(after),

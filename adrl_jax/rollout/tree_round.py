@@ -16,7 +16,7 @@ from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.eagle_tree import propose_tree
 from adrl_jax.speculation.strategy import Strategy
-from adrl_jax.speculation.tree import Tree, ancestors, make_branch
+from adrl_jax.speculation.tree import Tree, ancestors, belief, make_branch
 
 if TYPE_CHECKING:
     from adrl_jax.rollout.round import RoundConfig
@@ -101,7 +101,8 @@ def _draft(config, strategy, drafter, params, drafter_params, state) -> tuple[Tr
         strategy.depth + 1,
     )
     branch = make_branch(config.verification, strategy.width, state.temperature, state.request_keys, config.law)
-    tree = propose_tree(drafter, drafter_params, params, own, state.tokens, state.length, branch, strategy)
+    weights = belief(config.verification, state.accept_passes, state.accept_tokens, strategy.depth)
+    tree = propose_tree(drafter, drafter_params, params, own, state.tokens, state.length, branch, weights, strategy)
     return tree, state._replace(drafter_states={**state.drafter_states, drafter.name: own})
 
 

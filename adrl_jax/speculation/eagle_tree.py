@@ -27,6 +27,7 @@ def propose_tree(
     tokens: jax.Array,
     length: jax.Array,
     branch: Branch,
+    weights: jax.Array,
     strategy: Strategy,
 ) -> Tree:
     """Drafts a tree a row.
@@ -36,6 +37,7 @@ def propose_tree(
             usable.
         tokens: int32 `[B, S]`.
         length: int32 `[B]`.
+        branch, weights: as in `draft_tree`.
     """
     width, config = strategy.width, eagle.layer_config(drafter.config)
     batch, nodes = length.shape[0], max((strategy.depth - 1) * width, 1)
@@ -58,6 +60,6 @@ def propose_tree(
     carry = features, jnp.zeros((batch, width, nodes), bool), cache
     first = drafter.draft_logits(params, target_params, state.feature)
     last = jnp.take_along_axis(tokens, root[:, None], axis=1)[:, 0]
-    tree, _ = draft_tree(first, step, carry, last, length, branch, strategy)
+    tree, _ = draft_tree(first, step, carry, last, length, branch, weights, strategy)
     complete = (state.length == length - 1) & (length >= 2)
     return tree._replace(usable=tree.usable & complete[:, None], bad=tree.bad & complete)

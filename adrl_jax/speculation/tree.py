@@ -37,7 +37,7 @@ from adrl_jax.speculation.verify import check_method
 DRAFT_ERRORS = (1.6, 0.8, 0.4, 0.2)
 """Scales in logits at which the drafter's error is assumed, each half of the one before."""
 
-_REMEMBERED = 8.0
+_REMEMBERED = 32.0
 """Passes of a row's past that count when its drafter's error is judged."""
 
 RANK_CHANCES = (0.75, 0.4)

@@ -39,7 +39,7 @@ def get_config():
     c.rollout.max_batch = 64
     c.rollout.batch_buckets = (4, 16, 64)
     c.rollout.cache_bucket = 128
-    c.rollout.rounds_per_launch = 4
+    c.rollout.rounds_per_launch = 16
 
     # Always 48 rows of 112 tokens: one program; microbatches that hold only padding are skipped.
     c.learner.learning_rate = 3e-4

@@ -127,18 +127,11 @@ def test_works_inside_jit_and_scan(bandit):
 def test_off_is_a_candidate_at_every_batch_size(name):
     """Where speculation halves the speed, nearly all launches end up plain, whatever the batch."""
     bandit, state = build(name), build(name).init()
-    for running in (1, 4, 16, 60):
-        state, picks = drive(
-            bandit,
-            state,
-            1000 * running,
-            250,
-            {"eagle": 0.02, "ngram": 0.02},
-            lambda a, _: 0.02 * (1 + (a > 0)),
-            lambda _: running,
-        )
+    chance, cost = {"eagle": 0.02, "ngram": 0.02}, lambda a, _: 0.02 * (1 + (a > 0))
+    for size in (1, 4, 16, 60):
+        state, picks = drive(bandit, state, 1000 * size, 250, chance, cost, lambda _, size=size: size)
         least = 0.5 if name == "exp3" else 0.85
-        assert np.mean(np.asarray(picks[100:]) == 0) > least, (running, np.bincount(picks))
+        assert np.mean(np.asarray(picks[100:]) == 0) > least, (size, np.bincount(picks))
 
 
 @pytest.mark.parametrize("name", LEARNING)

@@ -50,8 +50,8 @@ def loss_of(drafter_params, params, batch, temperature=1.0):
     return drafter_loss.packed_drafter_loss(CONFIG, drafter_params, params, TINY, config, out, batch)
 
 
-def unpacked(drafter_params, params, rollouts, temperature):
-    """The loss one sequence at a time, with the cache and the entries that serving uses."""
+def unpacked(drafter_params, params, rollouts, temperature, drafted=slice(None)):
+    """The loss one sequence at a time, with the cache and the entries that serving uses; `drafted` are the ids that may be."""
     total, count = 0.0, 0
     for r in rollouts:
         n = len(r.token_ids)
@@ -66,10 +66,10 @@ def unpacked(drafter_params, params, rollouts, temperature):
         )
         for source in range(max(1, r.prompt_length - 1), n - 1):
             h, f = hidden[0, source], predicted[0, source - 1]
-            p = jax.nn.softmax(logits(params, h) / temperature)
+            p = jax.nn.softmax(logits(params, h) / temperature)[drafted]
             d = jnp.abs(f - h)
             total += jnp.mean(jnp.where(d < 1, 0.5 * d**2, d - 0.5))
-            total += -0.1 * jnp.sum(p * jax.nn.log_softmax(logits(params, f) / temperature))
+            total += -0.1 * jnp.sum(p * jax.nn.log_softmax(logits(params, f)[drafted] / temperature))
             count += 1
     return total, count
 
@@ -98,6 +98,53 @@ def test_every_packing_equals_serving_one_sequence_at_a_time(temperature):
             np.testing.assert_allclose(got, value, rtol=1e-5)
             for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(got_gradient), strict=True):
                 assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("layout", packing.LAYOUTS)
+def test_a_draft_vocabulary_is_compared_on_its_ids_and_is_no_weight(layout):
+    params, trained, rollouts = params_of(), drafter_params_of(), make_rollouts()
+    ids = jnp.asarray([0, 3, 4, 11, 17, 18, 25, 40])
+    reference = jax.jit(jax.value_and_grad(lambda d: unpacked(d, params, rollouts, 0.7, ids), has_aux=True))
+    (value, count), gradient = reference(trained)
+
+    @jax.jit
+    def packed(trained, batch):
+        def objective(d):
+            loss = loss_of({**d, eagle.DRAFT_IDS: ids}, params, batch, 0.7)
+            return loss.numerator, loss.denominator
+
+        return jax.value_and_grad(objective, has_aux=True)(trained)
+
+    batch = packing.pack(rollouts, [0.0] * len(rollouts), row_length=20, layout=layout)
+    (got, got_count), got_gradient = packed(trained, batch)
+    assert float(got_count) == count
+    np.testing.assert_allclose(got, value, rtol=1e-5)
+    assert jax.tree.structure(got_gradient) == jax.tree.structure(eagle.split({**trained, eagle.DRAFT_IDS: ids})[0])
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(got_gradient), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_policy_has_no_gradient_from_the_drafter(reduced):
+    """Not even through the hidden states and log-probs of the pass that the drafter reads."""
+    batch = packing.pack(make_rollouts(), [0.0] * 5, row_length=24)
+    extra = {eagle.DRAFT_IDS: jnp.arange(0, 41, 3)} if reduced else {}
+    config = DrafterLossConfig(1.0, 1.0, 1.0, depths=3)
+
+    @jax.jit
+    def gradient(params):
+        def objective(params):
+            forward_config = ForwardConfig(0.7)
+            out = forward(params, TINY, forward_config, batch)
+            drafter = {**drafter_params_of(), **extra}
+            return drafter_loss.packed_drafter_loss(config, drafter, params, TINY, forward_config, out, batch).numerator
+
+        return jax.value_and_grad(objective)(params)
+
+    value, gradients = gradient(params_of())
+    assert value > 0
+    for g in jax.tree.leaves(gradients):
+        np.testing.assert_array_equal(g, 0.0)
 
 
 def test_trained_places_are_the_ones_serving_drafts_from():

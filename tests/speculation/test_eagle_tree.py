@@ -13,7 +13,7 @@ from adrl_jax.speculation import verify
 from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.eagle_tree import propose_tree
 from adrl_jax.speculation.strategy import Strategy
-from adrl_jax.speculation.tree import make_branch
+from adrl_jax.speculation.tree import belief, make_branch
 
 ROWS, CAPACITY = 3, 20
 TEMPERATURE, LENGTH = jnp.array([1.0, 0.7, 1.3]), jnp.array([7, 12, 3])
@@ -39,7 +39,8 @@ class Bench:
     def _tree(self, strategy, method):
         def run(params, state, length):
             branch = make_branch(method, strategy.width, TEMPERATURE, self.keys, Law())
-            return propose_tree(self.drafter, params, self.target, state, self.tokens, length, branch, strategy)
+            weights = belief(method, jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, jnp.int32), strategy.depth)
+            return propose_tree(self.drafter, params, self.target, state, self.tokens, length, branch, weights, strategy)
 
         return jax.jit(run)
 

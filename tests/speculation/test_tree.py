@@ -19,6 +19,7 @@ from adrl_jax.speculation.strategy import Strategy
 V, ROWS, LENGTH = 11, 6, 7
 TABLE = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32) * 2
 TEMPERATURE = np.array([0.0, 0.7, 1.0, 1.0, 1.4, 0.0], np.float32)
+PASSES, COMMITTED = np.array([0, 3, 3, 50, 50, 50], np.int32), np.array([0, 4, 12, 60, 120, 200], np.int32)
 SHAPES = [(1, 4, 4), (3, 1, 4), (2, 3, 9), (4, 3, 20), (3, 4, 37)]
 
 
@@ -27,16 +28,18 @@ def request_keys(rows, seed=0):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _grow(method, strategy, law, table, temperature, keys):
+def _grow(method, strategy, law, table, temperature, keys, past):
     last = jnp.arange(ROWS, dtype=jnp.int32)
     branch = tree.make_branch(method, strategy.width, temperature, keys, law)
     step = lambda carry, ids, parents, index: (table[ids], carry)  # noqa: E731
-    return tree.draft_tree(table[last], step, (), last, jnp.full(ROWS, LENGTH), branch, strategy)[0]
+    weights = tree.belief(method, *past, strategy.depth)
+    return tree.draft_tree(table[last], step, (), last, jnp.full(ROWS, LENGTH), branch, weights, strategy)[0]
 
 
 def drafted(shape, method="coupled", table=TABLE, law=Law(), seed=0):  # noqa: B008 (frozen)
     """Trees of a bigram drafter: what follows a token depends on that token only. Row b starts from token b."""
-    return jax.tree.map(np.asarray, _grow(method, Strategy("x", *shape), law, table, TEMPERATURE, request_keys(ROWS, seed)))
+    arguments = table, TEMPERATURE, request_keys(ROWS, seed), (PASSES, COMMITTED)
+    return jax.tree.map(np.asarray, _grow(method, Strategy("x", *shape), law, *arguments))
 
 
 def perturbed(row, level, last, role=Role.TARGET, seed=0):
@@ -49,16 +52,16 @@ def perturbed(row, level, last, role=Role.TARGET, seed=0):
 
 def oracle(row, depth, width, count):
     """The paths kept, by brute force."""
-    beam, pool = [(np.ones(len(tree.DRAFT_ERRORS)), ())], []
+    beam, pool = [(np.asarray(tree.belief("coupled", PASSES, COMMITTED, depth))[row], ())], []
     for level in range(1, depth + 1):
         found = []
         for chance, path in beam:
             scores = perturbed(row, level, path[-1] if path else row)
             steps = [np.exp(scores / e) / np.exp(scores / e).sum() for e in tree.DRAFT_ERRORS]
             found += [(chance * [s[x] for s in steps], (*path, int(x))) for x in np.argsort(-scores)[:width]]
-        beam = sorted(found, key=lambda node: -node[0].mean())[:width]
+        beam = sorted(found, key=lambda node: -node[0].sum())[:width]
         pool += found
-    return {()} | {path for _, path in sorted(pool, key=lambda node: -node[0].mean())[: count - 1]}
+    return {()} | {path for _, path in sorted(pool, key=lambda node: -node[0].sum())[: count - 1]}
 
 
 def paths(drafts, row):
@@ -166,6 +169,25 @@ def test_chances_are_laws_of_perturbed_scores():
     for i, error in enumerate(tree.DRAFT_ERRORS):
         winner = np.argmax(scores + error * rng.gumbel(size=scores.shape), axis=1)
         np.testing.assert_allclose(chances[..., i].mean(0), (order == winner[:, None]).mean(0), atol=0.012)
+
+
+def test_beliefs_follow_the_past():
+    passes = jnp.array([0, 1, 50, 50, 50, 3000, 3000])
+    weights = np.asarray(tree.belief("coupled", passes, passes * jnp.array([1, 7, 1, 3, 6, 3, 6]), 6))
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(weights[0], 1 / len(tree.DRAFT_ERRORS))  # nothing known
+    assert (np.diff(weights[1]) > 0).all()  # all drafts stood, once: a small error is more likely, but not certain
+    assert weights[1].max() < 0.5
+    scale = weights @ np.array(tree.DRAFT_ERRORS)
+    assert scale[2] > 1.2 > scale[3] > scale[4] and scale[4] < 0.4
+    np.testing.assert_allclose(weights[5:], weights[3:5], atol=1e-4)  # a long past counts no more than a shorter one
+    # What has been committed by passes that accept as often as an error of scale e is thought to let them speaks for e.
+    for i, error in enumerate(tree.DRAFT_ERRORS):
+        stands = 1 / (1 + error / 2)
+        drafts = np.random.default_rng(i).random((1000, 6)) < stands
+        committed = int((1 + np.cumprod(drafts, axis=1).sum(1)).sum())
+        assert np.argmax(tree.belief("coupled", jnp.array([1000]), jnp.array([committed]), 6)) == i
+    np.testing.assert_array_equal(tree.belief("rejection", passes, passes, 6), np.ones((7, 1)))
 
 
 def test_filters_and_invalid_ids_leave_fewer_children():

@@ -31,7 +31,12 @@ def request_keys(rows, seed=0):
     return jnp.asarray(noise.request_keys(seed, np.arange(rows), 0, 0))
 
 
-def grow(drafter_table, before, last, length, branch, strategy):
+def uniform(method, rows, strategy):
+    nothing = jnp.zeros(rows, jnp.int32)
+    return tree.belief(method, nothing, nothing, strategy.depth)
+
+
+def grow(drafter_table, before, last, length, branch, strategy, method):
     """Trees below the contexts (before, last), and each node's parent's token."""
 
     def step(fed, ids, parents, index):
@@ -39,7 +44,8 @@ def grow(drafter_table, before, last, length, branch, strategy):
         return drafter_table[context, ids], ids
 
     start = jnp.broadcast_to(last[:, None], (len(last), strategy.width))
-    drafts, _ = tree.draft_tree(drafter_table[before, last], step, start, last, length, branch, strategy)
+    weights = uniform(method, len(last), strategy)
+    drafts, _ = tree.draft_tree(drafter_table[before, last], step, start, last, length, branch, weights, strategy)
     context = jnp.take_along_axis(drafts.tokens, drafts.parents, axis=1)
     return drafts, jnp.where(drafts.levels == 0, before[:, None], context)
 
@@ -59,7 +65,7 @@ def decode(table, drafter_table, keys, temperature, *, method, strategy, law):
     def round_(state):
         tokens, length, levels = state
         before, last = tokens[every, length - 2], tokens[every, length - 1]
-        drafts, context = grow(drafter_table, before, last, length, branch, strategy)
+        drafts, context = grow(drafter_table, before, last, length, branch, strategy, method)
         walk = decide(table[context, drafts.tokens], drafts, strategy, temperature, keys, length, law)
         count = jnp.minimum(walk.verdict.count, 2 + LENGTH - length)
         places = jnp.arange(tokens.shape[1])
@@ -178,7 +184,7 @@ def test_one_node_accepts_as_often_as_enumeration_says(width):
         ones, length = jnp.ones(rows), jnp.full(rows, 9)
         branch = tree.make_branch("rejection", width, ones, keys, filters)
         before, last = (jnp.full(rows, x) for x in CONTEXT)
-        drafts, context = grow(jnp.asarray(DRAFTERS["near"]), before, last, length, branch, strategy)
+        drafts, context = grow(jnp.asarray(DRAFTERS["near"]), before, last, length, branch, strategy, "rejection")
         return verify_tree.rejection(jnp.asarray(TABLE)[context, drafts.tokens], drafts, strategy, ones, keys, length, filters)
 
     walk = once(request_keys(rows))
@@ -232,7 +238,7 @@ def one_pass(method, strategy, temperature):
     last = jnp.arange(MANY, dtype=jnp.int32) % WIDE
     branch = tree.make_branch(method, strategy.width, temperature, WIDE_KEYS, WIDE_LAW)
     step = lambda carry, ids, parents, index: (drafter[ids], carry)  # noqa: E731
-    drafts, _ = tree.draft_tree(drafter[last], step, (), last, WIDE_LENGTH, branch, strategy)
+    drafts, _ = tree.draft_tree(drafter[last], step, (), last, WIDE_LENGTH, branch, uniform(method, MANY, strategy), strategy)
     decide = getattr(verify_tree, method)
     return drafts, decide(table[drafts.tokens], drafts, strategy, temperature, WIDE_KEYS, WIDE_LENGTH, WIDE_LAW)
 

@@ -1,0 +1,30 @@
+"""A drafter for SmolLM2-135M-Instruct on small sums, at the two temperatures they are usually sampled at.
+
+    make smollm2
+    python -m experiments.drafter_warmup --config=experiments/configs/drafter/smollm2_arithmetic.py \\
+        --workdir=runs/drafter_arithmetic
+
+About 15 minutes on two CPU cores, most of them training.
+"""
+
+from experiments import warmup_config
+
+
+def get_config():
+    c = warmup_config.get_config()
+    c.model.source = "smollm2"
+    c.task.name = "arithmetic"
+    c.task.operations = ("+", "-")
+    c.task.low, c.task.high = 1, 99
+    c.task.eval_prompts = 32
+    c.task.max_prompt_tokens = 64
+
+    c.generation.tokens = 60_000
+    c.generation.temperatures = "0.7,1.0"
+    c.generation.max_new_tokens = 64
+
+    c.training.steps = 1500
+    c.training.row_length = 512
+    c.training.draft_vocab_size = 4096
+    c.training.depths = 3
+    return c
