@@ -43,7 +43,7 @@ class Training:
     rows: int = option(4, "packed rows of a lesson", low=1)
     row_length: int = option(0, "tokens of a packed row; 0 takes the longest prompt + response", low=0)
     draft_vocab_size: int = option(8192, "ids that may be drafted, the most frequent of the responses; 0 allows all", low=0)
-    learning_rate: float = option(1e-3, "AdamW's peak step size, with linear warm-up and cosine decay to 0", above=0)
+    learning_rate: float = option(3e-4, "AdamW's peak step size, with linear warm-up and cosine decay to 0", above=0)
     warmup_share: float = option(0.05, "share of the steps that the learning rate rises in", low=0, below=1)
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)

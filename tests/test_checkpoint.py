@@ -46,6 +46,7 @@ def test_round_trip_keeps_types_dtypes_and_values(tmp_path):
 def test_what_is_renewed_stays_as_it_was_given(tmp_path):
     saver = Checkpointer(tmp_path)
     saver.save(1, make_state(3.0), {})
+    saver.wait()
     other = make_state(0.0)._replace(params={"w": jnp.full((5,), 7.0), "new": jnp.zeros(2)})
     with pytest.raises(CheckpointMismatch, match="params/new: missing"):
         saver.restore(1, other, renew=("opt_state",))

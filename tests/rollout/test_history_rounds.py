@@ -56,7 +56,8 @@ def start():
 
 @functools.cache
 def program(strategy):
-    return jax.jit(functools.partial(rounds.launch, CONFIG, strategy, LOOKUPS))
+    run = functools.partial(rounds.launch, CONFIG, strategy, LOOKUPS)
+    return jax.jit(lambda params, own, state, count: run(params, own, state, count, jnp.int32(0)))
 
 
 def run(strategy, state, times=100):
