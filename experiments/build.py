@@ -111,7 +111,17 @@ def trained_drafter(c: Config, target: Policy) -> Eagle | None:
     """The drafter that learns along with the policy, where a strategy uses it, alone or merged."""
     if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
         return None
-    return saved_drafter.load(c.drafter.path, target.config)[0] if c.drafter.path else Eagle(target.config)
+    if not c.drafter.path:
+        return Eagle(target.config)
+    found = saved_drafter.load(c.drafter.path, target.config)[0]
+    require(
+        found.draft_vocab_size is None,
+        "drafter.path",
+        c.drafter.path,
+        f"its draft vocabulary has {found.draft_vocab_size} ids, and a drafter that learns along with the policy needs all: "
+        "warm it up with --config.training.draft_vocab_size=0",
+    )
+    return found
 
 
 def drafters(c: Config, target: Policy, eagle: Eagle | None) -> tuple[dict[str, Drafter], dict[str, Any]]:

@@ -31,8 +31,8 @@ from adrl_jax.bandit.base import Arm, Report, tokens_to_verify
 FIRST, FALL = 0.4, 0.05  # log-odds of the first draft of an unknown drafter, and what each further depth takes off
 SLOTS, SLOTS_SPREAD = 0.25, 0.15  # what each doubling of a tree's verify tokens adds, and its standard deviation
 DRAFTER, CURVE, DEPTH = 1.0, 0.2, 0.3  # prior standard deviations: of a drafter's level, a curve's, a step in depth
-DRIFT, SHAPE_DRIFT = 0.05, 0.005  # deviation of a drafter's level's change in a launch; of all else, in units of the prior
-JUMP, SHAPE_JUMP = 1.0, 0.1  # the same in a jump
+DRIFT, SHAPE_DRIFT = 0.05, 0.01  # deviation of a drafter's level's change in a launch; of all else, in units of the prior
+JUMP, SHAPE_JUMP = 1.0, 0.2  # the same in a jump
 SURPRISE = 3.0  # standard deviations at which counts prove a jump
 FULL_LAUNCH = 64.0  # rows of one launch resemble each other: their evidence saturates here
 HAZARD = 0.02  # chance a launch that a curve nobody runs has changed

@@ -17,7 +17,7 @@ Letters: `A` arms, `B` batch buckets, `H` cache buckets, `C` curves, `D` depths,
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class _Now(NamedTuple):
 
 def run(
     bandit: Bandit, strategies: Sequence[Arm], world: World, key: jax.Array, *, decisions: int, requests: int, rounds: int = 8
-) -> tuple[Trace, Any]:
+) -> Trace:
     """Plays `decisions` launches of a controller; pure, to be jitted and mapped over keys.
 
     Args:
@@ -104,9 +104,6 @@ def run(
         decisions: `T`.
         requests: `N`, at most the largest batch bucket.
         rounds: `R`.
-
-    Returns:
-        The trace, and the controller's state at the end.
     """
     depths = jnp.asarray([s.depth for s in strategies], jnp.int32)
     deepest = report_depth(strategies)
@@ -174,8 +171,7 @@ def run(
 
     zeros = jnp.zeros(requests)
     start = _Now(zeros, zeros, zeros, jnp.zeros(world.drop.shape), jnp.zeros(()), jnp.int32(-1))
-    (_, state), trace = jax.lax.scan(step, (start, bandit.init()), jnp.arange(decisions))
-    return trace, state
+    return jax.lax.scan(step, (start, bandit.init()), jnp.arange(decisions))[1]
 
 
 def regret(trace: Trace) -> tuple[np.ndarray, np.ndarray]:

@@ -46,18 +46,18 @@ def propose_tree(
     fresh_positions = root[:, None] + slots // width
 
     def step(carry, ids, parents, index):
-        features, sees, fresh = carry
+        features, sees, cache = carry
         features = jnp.take_along_axis(features, parents[..., None], axis=1)
         own = index * width + jnp.arange(width, dtype=jnp.int32)
         sees = jnp.take_along_axis(sees, parents[..., None], axis=1) | (slots == own[:, None])
         positions = jnp.broadcast_to((root + index)[:, None], ids.shape)
         attend = tree_attention(positions, root, sees, fresh_positions, index * width)
-        cache = TreeCache(state.cache, fresh)
         features, cache = eagle.predict(params, target_params, drafter.config, features, ids, positions, attend, cache)
-        return drafter.draft_logits(params, target_params, features), (features, sees, cache.fresh)
+        return drafter.draft_logits(params, target_params, features), (features, sees, cache)
 
     features = jnp.broadcast_to(state.feature[:, None], (batch, width, state.feature.shape[-1]))
-    carry = features, jnp.zeros((batch, width, nodes), bool), init_cache(config, batch, nodes)
+    cache = TreeCache(state.cache, init_cache(config, batch, nodes))
+    carry = features, jnp.zeros((batch, width, nodes), bool), cache
     first = drafter.draft_logits(params, target_params, state.feature)
     last = jnp.take_along_axis(tokens, root[:, None], axis=1)[:, 0]
     tree, _ = draft_tree(first, step, carry, last, length, branch, weights, strategy)

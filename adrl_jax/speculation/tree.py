@@ -18,8 +18,7 @@ All nodes of a level stand for the same absolute position, and share its noise g
   the same for every node.
 
 Shapes: `B` rows, `W` the strategy's width, `N` nodes kept (the root, which is the last committed token, included), `M` nodes
-extended at a time, `E` assumptions about the drafter (the scales; one for `rejection`), `V` vocabulary. Levels count from 0,
-the root's.
+extended at a time, `V` vocabulary. Levels count from 0, the root's.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,7 @@ class Tree(NamedTuple):
         levels: int32 `[B, N]`, distance from the root.
         usable: bool `[B, N]`; other nodes may not be accepted. The root's value means nothing.
         law: int32 `[B, N]`, which of `log_q` a node's children were drawn from; None like `log_q`.
-        log_q: float32 `[B, X, V]`, the laws of the X nodes that were extended; None where the verifier does not need them.
+        log_q: float32 `[B, E, V]`, the laws of the nodes that were extended; None where the verifier does not need them.
         bad: bool `[B]`, the drafter gave something that is not a number; what was drafted from it is not usable.
     """
 
@@ -73,7 +72,7 @@ class Children(NamedTuple):
     Attributes:
         tokens: int32 `[B, M, W]`, distinct among siblings.
         chance: float32 `[B, M, W, E]`, at most 1: the chance that the target's token after the node is this child, under each
-            assumption.
+            of E assumptions about the drafter.
         usable: bool `[B, M, W]`, false where the node's law has fewer ids than children, or is `bad`.
         log_q: float32 `[B, M, V]`, the laws drawn from, or None.
         bad: bool `[B, M]`, the node's logits are not numbers.

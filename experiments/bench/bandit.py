@@ -180,7 +180,7 @@ class Runner:
 
             def play(world, key):
                 sizes = dict(decisions=self.decisions, requests=table.requests, rounds=table.rounds)
-                return simulate.run(bandit, table.strategies, world, key, **sizes)[0]
+                return simulate.run(bandit, table.strategies, world, key, **sizes)
 
             self.programs[key] = jax.jit(jax.vmap(play, in_axes=(None, 0)))
         world = jax.tree.map(jnp.asarray, table.world)

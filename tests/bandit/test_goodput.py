@@ -99,7 +99,7 @@ def test_a_drafter_that_got_better_is_found_again(running):
     """Hopeless for 300 launches, then nearly always right. Probes are rationed, so it takes some launches, not hundreds."""
     seconds = linear(weight=0.01)
     state, picks = drive(BANDIT, BANDIT.init(), 300, {"eagle": 0.02}, seconds, lambda _: running)
-    assert np.mean(np.asarray(picks[100:]) == 0) > 0.75  # probes of a cheap pass may be many, what they cost is bounded
+    assert np.mean(np.asarray(picks[100:]) == 0) > 0.5  # probes of a cheap pass may be many, what they cost is bounded
     after = {"eagle": 0.95}
     _, picks = drive(BANDIT, state, 120, after, seconds, lambda _: running, start=300)
     best = np.argmax([rate(arm, running, after, seconds) for arm in range(len(ARMS))])

@@ -42,13 +42,9 @@ def rates(world_chances=CHANCE):
     return np.asarray(tokens) / (2 * SECONDS)
 
 
-def whole(bandit, w, decisions=120, seed=0, requests=8):
+def play(bandit, w, decisions=120, seed=0, requests=8):
     run = jax.jit(lambda w, k: simulate.run(bandit, ARMS, w, k, decisions=decisions, requests=requests))
     return jax.tree.map(np.asarray, run(w, jax.random.key(seed)))
-
-
-def play(*args, **settings):
-    return whole(*args, **settings)[0]
 
 
 class Tally(NamedTuple):
@@ -64,7 +60,7 @@ class Tally(NamedTuple):
 
 
 def tallying(arm):
-    """Runs one arm and adds up its reports."""
+    """Runs one arm and adds up its reports; returns a bandit whose trace is not of interest, and its final state."""
     zeros = jnp.zeros(4)
 
     def update(state, r):
@@ -83,8 +79,17 @@ def tallying(arm):
 
 
 def final(bandit, w, decisions=400, requests=8):
-    """The controller's state after a run."""
-    return whole(bandit, w, decisions, requests=requests)[1]
+    """The state after a run: `run` hides it, so it is smuggled out through a trace of states."""
+    kept = []
+
+    def update(state, report):
+        state = bandit.update(state, report)
+        jax.debug.callback(lambda s: kept.append(jax.tree.map(np.asarray, s)), state, ordered=True)
+        return state
+
+    play(Bandit(bandit.init, bandit.select, update), w, decisions, requests=requests)
+    jax.effects_barrier()
+    return kept[-1]
 
 
 @pytest.mark.parametrize("arm", range(3))
@@ -182,8 +187,8 @@ def test_shocks_come_when_they_are_due():
 def test_seeds_differ_and_can_be_mapped():
     bandit, w = fixed(1, 3), world(spread=0.5)
     keys = jax.random.split(jax.random.key(0), 3)
-    many = jax.jit(jax.vmap(lambda k: simulate.run(bandit, ARMS, w, k, decisions=40, requests=8)[0]))(keys)
-    one = jax.jit(lambda k: simulate.run(bandit, ARMS, w, k, decisions=40, requests=8)[0])(keys[1])
+    many = jax.jit(jax.vmap(lambda k: simulate.run(bandit, ARMS, w, k, decisions=40, requests=8)))(keys)
+    one = jax.jit(lambda k: simulate.run(bandit, ARMS, w, k, decisions=40, requests=8))(keys[1])
     np.testing.assert_allclose(many.ratio[1], one.ratio, rtol=1e-4)
     assert not np.array_equal(many.running[0], many.running[1])
     lost, total = simulate.regret(many)
