@@ -45,6 +45,8 @@ class Report(NamedTuple):
         examined: float32 `[D]`, row-passes in which the draft at depth `i + 1` was looked at: the drafter offered one and all
             earlier drafts of the path stood. Level `i + 1` of a tree. All zero for a plain launch.
         accepted: float32 `[D]`, how many of those stood.
+        overhead: float32 `[]`, the part of `seconds` that went before the rounds: a drafter caught up with what was decoded
+            without it. The next launch of the same arm will not pay it.
     """
 
     arm: Any
@@ -56,6 +58,7 @@ class Report(NamedTuple):
     seconds: Any
     examined: Any
     accepted: Any
+    overhead: Any = 0.0
 
 
 class Bandit(NamedTuple):
@@ -147,7 +150,7 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
     Raises (from `select` and `update`):
         ValueError: `running < 1`, `batch < running`, `cache < 1`, `arm` outside `[0, num_arms)`, `rounds < 1`, `tokens` not
             finite or negative, `seconds` not finite and positive, `examined` or `accepted` not `[D]`, or `accepted` outside
-            `[0, examined]`.
+            `[0, examined]`, `overhead` outside `[0, seconds)`.
     """
     select, update = jax.jit(bandit.select), jax.jit(bandit.update)
 
@@ -161,13 +164,14 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
         _require(report.rounds, lambda x: x >= 1, "rounds", "must be at least 1 verify pass")
         _require(report.tokens, lambda x: 0 <= x < np.inf, "tokens", "must be finite and >= 0")
         _require(report.seconds, lambda x: 0 < x < np.inf, "seconds", "must be finite and > 0")
+        _require(report.overhead, lambda x: 0 <= x < float(report.seconds), "overhead", f"must be in [0, {report.seconds!r})")
         _require_counts(report, depth)
         return update(state, Report(*(_scalar(x, dtype) for x, dtype in zip(report, _REPORT_TYPES))))
 
     return Bandit(bandit.init, checked_select, checked_update)
 
 
-_REPORT_TYPES = (np.int32,) * 5 + (np.float32,) * 4
+_REPORT_TYPES = (np.int32,) * 5 + (np.float32,) * 5
 
 
 def _scalar(value, dtype):

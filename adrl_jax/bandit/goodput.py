@@ -10,8 +10,9 @@ Exploration is Thompson's, at a price. Beliefs are drawn, and what an arm gains 
 it is worth in a launch; times the launches in which that is of use, less what the arm is expected to lose now, it decides whether
 the arm runs. Only what a launch of the best arm would not tell anyway is drawn, so close calls do not alternate for nothing.
 Where the draws say that a drafter may have changed since it was last seen, its cheapest strategy is run, as one is enough to
-know. A purse bounds it all: it fills by a share of the time spent, is charged with what a launch is expected to lose, and an
-arm that costs more than is in it has to wait.
+know. A purse bounds it all: it fills by a share of the time spent and is charged with what a launch is expected to lose. Where the
+arm most worth a try costs more than is in it, nothing else is tried either, or cheap looks at one drafter would for ever leave
+too little for a dear one.
 """
 
 from collections.abc import Sequence
@@ -127,8 +128,9 @@ def goodput(
         best = jnp.argmax(outlook.rate)
         price = outlook.loss * outlook.seconds * state.rounds
         worth = HORIZON * gains(state, key, outlook, best) - outlook.loss
-        worth = jnp.where(price <= state.purse, worth, 0.0).at[best].set(0.0)
-        return jnp.where(worth.max() > 0, jnp.argmax(worth), best).astype(jnp.int32)
+        worth = jnp.where(price <= RESERVE * state.seconds, worth, 0.0).at[best].set(0.0)  # no purse ever holds the rest
+        tried = jnp.argmax(worth)
+        return jnp.where((worth[tried] > 0) & (price[tried] <= state.purse), tried, best).astype(jnp.int32)
 
     def update(state, report):
         arm, first = report.arm, state.seconds == 0
@@ -150,7 +152,7 @@ def goodput(
                 (row, column, arm),
                 jnp.log(outlook.seconds[arm]),
                 outlook.deviation[arm],
-                jnp.log(report.seconds / rounds),
+                jnp.log((report.seconds - report.overhead) / rounds),
             ),
             paced(state.rounds, rounds),
             seconds,

@@ -138,4 +138,5 @@ def report_of(record: LaunchRecord, deepest: int) -> Report:
         record.seconds,
         padded(record.examined),
         padded(record.accepted),
+        record.catch_up_seconds,
     )
