@@ -15,11 +15,12 @@ NEEDS_PATH = ("gsm8k",)
 HAS_WORKED_EXAMPLES = ("division",)
 
 
-_STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)(-w(?P<width>\d+)-v(?P<verify>\d+))?")
+_STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)((-w(?P<width>\d+))?-v(?P<verify>\d+))?")
 
 
 def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
-    """`off`, `<drafter>-d<depth>`, or a tree `<drafter>-d<depth>-w<width>-v<verify tokens>`, as a `Strategy`.
+    """`off`, `<drafter>-d<depth>`, one with shared slots, `<drafter>-d<depth>-v<verify tokens>`, or a tree,
+    `<drafter>-d<depth>-w<width>-v<verify tokens>`, as a `Strategy`.
 
     Raises:
         ConfigError: anything else.
@@ -29,15 +30,14 @@ def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
     parts = _STRATEGY.fullmatch(text)
     if parts is None or parts["drafter"] not in DRAFTERS or int(parts["depth"]) < 1:
         raise ConfigError(
-            f"{field}={text!r} is not legal: write off, <drafter>-d<depth> or <drafter>-d<depth>-w<width>-v<verify tokens>, "
-            f"drafter one of {', '.join(DRAFTERS)}"
+            f"{field}={text!r} is not legal: write off, <drafter>-d<depth>, <drafter>-d<depth>-v<verify tokens> or "
+            f"<drafter>-d<depth>-w<width>-v<verify tokens>, drafter one of {', '.join(DRAFTERS)}"
         )
-    if parts["width"] is None:
-        return Strategy(parts["drafter"], int(parts["depth"]))
-    if parts["drafter"] not in TREE_DRAFTERS:
+    width, verify = int(parts["width"] or 1), parts["verify"] and int(parts["verify"])
+    if width > 1 and parts["drafter"] not in TREE_DRAFTERS:
         raise ConfigError(f"{field}={text!r}: trees are drafted by {', '.join(TREE_DRAFTERS)} only")
     try:
-        return Strategy(parts["drafter"], int(parts["depth"]), int(parts["width"]), int(parts["verify"]))
+        return Strategy(parts["drafter"], int(parts["depth"]), width, verify)
     except ValueError as error:
         raise ConfigError(f"{field}={text!r}: {error}") from None
 
@@ -167,6 +167,13 @@ def _check_rollout(c: Any) -> None:
         "rollout.batch_buckets",
         buckets,
         f"the last must be rollout.max_batch={c.rollout.max_batch}",
+    )
+    sharing = [s.name for s in arms if s.shares_slots]
+    require(
+        not sharing or c.rollout.verification == "coupled",
+        "rollout.verification",
+        c.rollout.verification,
+        f"rollout.strategies has {', '.join(sharing)}, whose rows share slots: that is exact with coupled only",
     )
     needs_model = any(s.drafter == "model" for s in arms)
     require(

@@ -14,6 +14,7 @@ import numpy as np
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.rollout.shared_slots import UNSURE, share_out, shared_pass
 from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
 from adrl_jax.rollout.tree_round import tree_round
 from adrl_jax.sampling import noise
@@ -128,7 +129,14 @@ def decode_round(
         drafter: the strategy's; None exactly for a strategy that does not speculate.
         params: the target's, in engine layout.
         drafter_params: the drafter's, or None.
+
+    Raises:
+        ValueError: slots are shared and verification is not `coupled`: which drafts are looked at would bend the law.
     """
+    if strategy.shares_slots and config.verification != "coupled":
+        raise ValueError(
+            f"verification={config.verification!r} with {strategy.name!r}: slots can be shared with 'coupled' only"
+        )
     if strategy.width > 1:
         return tree_round(config, strategy, drafter, params, drafter_params, state)
     running = state.running
@@ -139,29 +147,30 @@ def decode_round(
         drafts, count, log_q = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
         bad = jnp.zeros(batch, bool)
     n = drafts.shape[1] + 1
-
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    chain = jnp.concatenate([last, drafts], axis=1)
     positions = (state.length - 1)[:, None] + jnp.arange(n, dtype=jnp.int32)
-    hidden, cache = transformer.Transformer(config.model).apply(
-        {"params": params},
-        jnp.concatenate([last, drafts], axis=1),
-        positions,
-        attend=cached_attention(positions),
-        cache=state.cache,
-    )
-    with jax.named_scope("verify"):
-        decide = verify.coupled if config.verification == "coupled" else verify.rejection
-        extra = {} if config.verification == "coupled" else {"log_q": log_q}
-        verdict = decide(
-            transformer.logits(params, hidden),
-            drafts,
-            count,
+    if strategy.shares_slots:
+        log_chance = jnp.full(drafts.shape, UNSURE) if log_q is None else log_q[..., 0]
+        shares = share_out(log_chance, count, running, drafts.shape[0] * strategy.verify_tokens)
+        count = shares.drafts
+        verdict, hidden, cache = shared_pass(
+            config.model,
+            config.law,
+            params,
+            state.cache,
+            chain,
+            state.length - 1,
+            shares,
             state.temperature,
             state.request_keys,
-            positions + 1,
-            config.law,
-            **extra,
         )
+    else:
+        hidden, cache = transformer.Transformer(config.model).apply(
+            {"params": params}, chain, positions, attend=cached_attention(positions), cache=state.cache
+        )
+        verdict = _verdict(config, params, hidden, drafts, count, log_q, positions + 1, state)
+    with jax.named_scope("verify"):
         if config.simulate_acceptance is not None:
             verdict = _simulated(verdict, config.simulate_acceptance, count, state.request_keys, positions + 1)
         budget = jnp.where(running, state.limit - state.length, 0)
@@ -184,6 +193,14 @@ def decode_round(
         accept_tokens=state.accept_tokens + speculated * committed,
     )
     return state, tally(verdict.count - 1, count, running, bad, strategy.depth)
+
+
+def _verdict(config, params, hidden, drafts, count, log_q, positions, state) -> verify.Verdict:
+    decide = verify.coupled if config.verification == "coupled" else verify.rejection
+    extra = {} if config.verification == "coupled" else {"log_q": log_q}
+    with jax.named_scope("verify"):
+        logits = transformer.logits(params, hidden)
+        return decide(logits, drafts, count, state.temperature, state.request_keys, positions, config.law, **extra)
 
 
 def tally(accepted: jax.Array, offered: jax.Array, running: jax.Array, bad: jax.Array, depth: int) -> Tally:
@@ -217,9 +234,10 @@ def _draft(config, strategy, drafter, params, drafter_params, state):
             state.hidden,
             strategy.depth + 1,
         )
-        draw = guarded(verify.make_draw(config.verification, state.temperature, state.request_keys, config.law))
+        chances = strategy.shares_slots
+        draw = verify.make_draw(config.verification, state.temperature, state.request_keys, config.law, log_chance=chances)
         proposal, own = drafter.propose(
-            drafter_params, params, own, state.tokens, state.length, state.hidden, draw, strategy.depth
+            drafter_params, params, own, state.tokens, state.length, state.hidden, guarded(draw), strategy.depth
         )
     state = state._replace(drafter_states={**state.drafter_states, drafter.name: own})
     wrong = (proposal.tokens < 0) & (jnp.arange(strategy.depth) < proposal.count[:, None])
