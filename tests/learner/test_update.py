@@ -12,7 +12,7 @@ import pytest
 from adrl_jax.learner import packing, supervised, update
 from adrl_jax.learner.attention import Reach, reach_of
 from adrl_jax.learner.forward import ForwardConfig, hidden_states
-from adrl_jax.learner.losses import LossConfig
+from adrl_jax.learner.loss_config import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.transformer import Transformer, init_params, logits
@@ -108,7 +108,7 @@ def compiled_gradients(config, devices, microbatch_rows, loss, temperature):
         update.make_gradients(
             config,
             ForwardConfig(temperature, vocab_block=40),
-            update.grpo_objective(loss),
+            update.policy_objective(loss),
             update.data_mesh(devices),
             microbatch_rows,
             entropy_gradient=loss.entropy_coef != 0,
@@ -139,7 +139,8 @@ def padded(rollouts, advantages, rows=8, row_length=LONGEST):
     for i, (r, a) in enumerate(zip(rollouts, advantages, strict=True)):
         one = packing.pack([r], [a], row_length=row_length, layout="plain")
         for whole, part in zip(batch, one, strict=True):
-            whole[i] = part[0]
+            if whole is not None:
+                whole[i] = part[0]
         batch.rollout_index[i] = i
     return batch
 
@@ -325,7 +326,7 @@ def test_a_batch_of_padding_changes_nothing_and_is_counted():
 
 def _sums(params, batch):
     # microbatch_rows = rows: no microbatch is skipped, so the gradient itself must be 0.
-    grads = update.make_gradients(ONE_LAYER, ForwardConfig(), update.grpo_objective(LossConfig()), update.data_mesh(1), 4)
+    grads = update.make_gradients(ONE_LAYER, ForwardConfig(), update.policy_objective(LossConfig()), update.data_mesh(1), 4)
     sums = jax.jit(grads)(params, None, batch)
     return sums.loss.numerator, sums.grads
 
