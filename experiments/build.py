@@ -25,6 +25,7 @@ from adrl_jax.learner.update import data_mesh
 from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.rewards import reward_model
 from adrl_jax.rewards.pool import ScorerPool
 from adrl_jax.rollout.engine import Engine
 from adrl_jax.runtime import arms
@@ -41,11 +42,11 @@ from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt
 from experiments import learners, resolve, rules
 from experiments.config import Config
-from experiments.learners import Policy, packer
+from experiments.learners import Policy, packer, row_lengths
 from experiments.schema import ConfigError, require
 
-# Tasks that an embedded model can speak, and in which characters.
-_ALPHABETS = {"division": division.ALPHABET}
+ALPHABETS = {"division": division.ALPHABET}
+"""Tasks that an embedded model can speak, and in which characters."""
 
 
 def policy(c: Config, alphabet: str | None) -> Policy:
@@ -229,6 +230,12 @@ def scoring(c: Config, task: Any) -> Iterator[Scorer]:
         yield pool.score
 
 
+def proxy(c: Config) -> Scorer:
+    """The reward model that training responses are scored by."""
+    longest = c.task.max_prompt_tokens + c.train.max_new_tokens
+    return reward_model.Rewarder(reward_model.load(c.task.reward_model), row_lengths(longest)[0])
+
+
 def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     """Everything the loop needs.
 
@@ -241,7 +248,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
     require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
-    target = policy(c, _ALPHABETS.get(c.task.name))
+    target = policy(c, ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
     require(len(train) > 0, "task.path", c.task.path, "no training prompts in it")
@@ -263,7 +270,8 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         tokenizer=target.tokenizer,
         train_prompts=train[: c.task.train_prompts],
         eval_prompts=eval_prompts,
-        scorer=scorer,
+        scorer=proxy(c) if c.task.reward_model else scorer,
+        eval_scorer=scorer if c.task.reward_model else None,
         engine=engine,
         strategies=strategies,
         bandit=bandit(c),

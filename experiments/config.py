@@ -56,6 +56,9 @@ class Task:
         "arithmetic, gsm8k: which answers count, the `####` line alone or any usual style",
         choices=("strict", "flexible"),
     )
+    reward_model: str = option(
+        "", "folder of experiments.reward_model whose score is the reward of training; evaluation keeps the task's own"
+    )
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
     reward_workers: int = option(1, "worker processes that score responses; 0 scores in this process, without time-outs", low=0)

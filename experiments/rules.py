@@ -13,7 +13,7 @@ DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
 TREE_DRAFTERS = ("eagle",)
 LEARNED = ("eagle", "merged")  # strategies that draft with the trained eagle drafter
 NEEDS_PATH = ("gsm8k",)
-HAS_WORKED_EXAMPLES = ("division",)
+HAS_WORKED_EXAMPLES = ("division", "arithmetic", "gsm8k")
 
 
 _STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)(-w(?P<width>\d+)-v(?P<verify>\d+))?")

@@ -93,6 +93,8 @@ def metrics(loss: Loss) -> dict[str, jax.Array]:
     if "clip_high" in loss.sums:
         out |= importance.diagnostics(loss.sums, loss.maxima)
         out |= {"clip_frac_high": loss.sums["clip_high"] / n, "clip_frac_low": loss.sums["clip_low"] / n}
+    count = jnp.maximum(loss.denominator, 1.0)
+    out |= {name.removeprefix("mean/"): x / count for name, x in loss.sums.items() if name.startswith("mean/")}
     if "residual" in loss.sums:
         out["explained_variance"] = 1.0 - _variance(loss.sums, "residual", n) / jnp.maximum(
             _variance(loss.sums, "returns", n), 1e-12

@@ -99,7 +99,8 @@ class Parts:
         model_config: the policy's.
         tokenizer: decodes responses.
         train_prompts, eval_prompts: indexable.
-        scorer: scores a batch of responses.
+        scorer: scores a batch of training responses.
+        eval_scorer: scores those to held-out prompts (the gold reward, where `scorer` is a proxy); None: `scorer`.
         engine: generates; knows `strategies` in this order.
         strategies: the arms.
         bandit: picks among them.
@@ -135,6 +136,7 @@ class Parts:
     fixed_drafters: Mapping[str, Any]
     replay: Mapping[int, list[int]] | None
     identity: Mapping[str, Any]
+    eval_scorer: Scorer | None = None
 
     @property
     def off(self) -> int:

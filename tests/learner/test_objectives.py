@@ -119,7 +119,7 @@ OTHER = {
     "clip_high": 0.01,
     "aggregation": "sequence_sum",
     "entropy_coef": 0.1,
-    "surrogate": "ratio",
+    "surrogate": "reinforce",
     "old_log_probs": "recompute",
     "dual_clip": 1.05,
     "weight": "token",
