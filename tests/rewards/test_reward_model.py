@@ -80,9 +80,9 @@ def test_it_learns_what_is_preferred_and_comes_back_from_disk(tmp_path):
     np.testing.assert_allclose([s.value for s in first], [s.value for s in second], rtol=1e-6)
     direct = rewarder.values([(TOKENIZER.encode("1="), np.append(TOKENIZER.encode("1929"), TOKENIZER.eos_ids[0]))])
     np.testing.assert_allclose(first[0].value, direct[0], rtol=1e-5)
-    with pytest.raises(ValueError, match="reward model of another size: hidden_size=16, here 32"):
+    with pytest.raises(ValueError, match=r"reward model of another size: hidden_size=16, here 32"):
         reward_model.load(tmp_path, dataclasses.replace(CONFIG, hidden_size=32))
-    with pytest.raises(FileNotFoundError, match="experiments.reward_model writes it"):
+    with pytest.raises(FileNotFoundError, match=r"experiments.reward_model writes it"):
         reward_model.load(tmp_path / "elsewhere")
 
 

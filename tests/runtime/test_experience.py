@@ -32,7 +32,10 @@ def scored_of(rewards, lengths=None, cut=(), reasons=None):
     return Scored(rollouts, prompts, [""] * n, scores, np.zeros(n, np.float32))
 
 
-def prepare(scored, loss=LossConfig(), advantage=advantages.group_centered, scalars=None, step=1, learner=None, **fields):
+GRPO = LossConfig()
+
+
+def prepare(scored, loss=GRPO, advantage=advantages.group_centered, scalars=None, step=1, learner=None, **fields):
     """Reference log-probs are 0.5 and those of the learner 0.25 below the stored ones."""
 
     def log_probs(params, batch):
@@ -48,11 +51,10 @@ def prepare(scored, loss=LossConfig(), advantage=advantages.group_centered, scal
 
 
 def advantage_of(prepared, rollouts):
-    """Advantages `[R_i]` of each packed rollout, by (group, sample)."""
+    """Advantages `[R_i]` of each packed rollout, by its place."""
     out = {}
-    order = {i: r for i, r in enumerate(rollouts)}
     for batch in prepared.batches:
-        for i, values in enumerate(packing.unpack_targets(batch, batch.advantages, len(order))):
+        for i, values in enumerate(packing.unpack_targets(batch, batch.advantages, len(rollouts))):
             if values.size:
                 out[i] = values
     return out
@@ -146,6 +148,15 @@ def test_a_value_model_gives_token_advantages():
     np.testing.assert_allclose(batch.returns[batch.target_mask], [1.0] * 3 + [0.75] * 2)
     with_kl = make(gae=GaeConfig(lam=0.0, whiten=False), reward_kl_coef=0.1)
     np.testing.assert_allclose(advantage_of(with_kl, scored.rollouts)[0], [-0.05, -0.05, 0.45], atol=1e-6)
+
+
+def test_minibatches_are_whole_groups_in_order():
+    scored = scored_of([1, 0, 0, 1, 1, 0, 0, 1])
+    batches = prepare(scored, minibatches=2).batches
+    firsts = [np.unique(b.token_ids[(b.segment_ids != 0) & (b.branch_ids == 0)]).tolist() for b in batches]
+    assert firsts == [[0, 1], [2, 3]]  # a prompt is the number of its group
+    few = prepare(scored_of([1, 0]), minibatches=4).batches
+    assert len(few) == 1
 
 
 def test_the_reference_is_refreshed_when_due():
