@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from adrl_jax import checkpoint, report
+from adrl_jax.learner.update import policy_params
 from adrl_jax.metrics import CompileClock, JsonLines, MetricLog, Stopwatch
-from adrl_jax.runtime import arms, collect, compare, cursor, evaluation, numbers, publish
+from adrl_jax.runtime import arms, collect, compare, cursor, evaluation, numbers, publish, refill
+from adrl_jax.runtime.health import Health
 from adrl_jax.runtime.lengths import LengthHistory
 from adrl_jax.runtime.parts import LoopConfig, Parts, RunState
 from adrl_jax.runtime.progress import Progress
@@ -53,7 +54,8 @@ def run(parts: Parts, config: LoopConfig, workdir: Path, stop: Stop | None = Non
 
     Raises:
         CheckpointMismatch: the folder's checkpoint is of another model, task or seed.
-        RewardError: a reward is not finite, or the scorer failed.
+        RewardError: no reward of a batch is finite, or the scorer failed.
+        UpdateError: loss or gradient were not finite in too many updates in a row.
     """
     stop = Stop() if stop is None else stop
     with on_signals(stop):
@@ -69,6 +71,7 @@ class _Run:
         self.progress: Progress | None = None
         self.snapshot: publish.Snapshot | None = None
         self.lengths = LengthHistory()
+        self.health = Health(config.max_nonfinite)
 
     def run(self) -> Outcome:
         saved = self.checkpointer.latest()
@@ -215,9 +218,7 @@ class _Run:
             step += 1
             if step == c.warm_steps:
                 # The policy that RL starts from is version 0, with an optimizer that has seen none of its gradients.
-                zero = jnp.zeros_like(learner.version)
-                optimizer = parts.init_rl_optimizer(learner.params)
-                learner = learner._replace(opt_state=optimizer, version=zero, step=jnp.copy(zero))
+                learner = parts.begin_rl(learner)
             self.state = self.state._replace(learner=learner, warm_step=np.int32(step))
             self.metrics.write("warm_start", step, values | watch.metrics())
             progress.step(loss=values["loss"], drafter=values.get("drafter/agreement"))
@@ -243,41 +244,28 @@ class _Run:
     def _train_step(self, step: int) -> dict[str, Any]:
         c, parts, state = self.config, self.parts, self.state
         watch = Stopwatch(self.clock)
-        indices, visits, after = cursor.draw(state.cursor, c.prompts_per_step)
-        prompts = [parts.train_prompts[int(i)] for i in indices]
-        with watch.phase("rollout"):
-            noise_visits = np.zeros_like(visits) if c.reuse_noise else None
-            requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens, noise_visits=noise_visits)
-            result = parts.engine.generate(
-                requests,
-                c.sampling,
-                parts.bandit,
-                state.bandit,
-                replay_arms=None if parts.replay is None else parts.replay[step],
-                on_launch=self._on_launch,
-                expected_tokens=self.lengths.expected(requests),
-                history=parts.history,
+        scored, result, after = self._round(state.cursor, state.bandit, step, watch)
+        refills = 0
+        while c.max_refills and (chosen := refill.enough(scored, c.prompts_per_step, refills, c.max_refills)) is None:
+            more, further, after = self._round(after, result.bandit_state, step, watch)
+            scored, refills = refill.joined(scored, more), refills + 1
+            result = dataclasses.replace(
+                further, rollouts=[*result.rollouts, *further.rollouts], stats=result.stats.then(further.stats)
             )
-            self.lengths.learn(result.rollouts)
-        with watch.phase("reward"):
-            scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
-            scored = collect.with_advantages(scored, parts.advantage)
+        scored = chosen if c.max_refills else scored
         with watch.phase("pack"):
             version = int(state.learner.version)
-            batches = [parts.pack(rollouts, values, version) for rollouts, values in numbers.minibatches(scored, c.minibatches)]
+            learner, scored, batches, facts = parts.prepare(state.learner, scored, step)
         self.stop.check()  # the last point at which this step can still be left undone
-        learner, updates = state.learner, []
         with watch.phase("update"):
-            for batch in batches:
-                learner, values = parts.update(learner, batch)
-                updates.append(values)
-            updates = [numbers.on_host(values) for values in updates]
+            learner, updates = self.health.apply(parts.update, learner, batches)
         self.state = state._replace(learner=learner, bandit=result.bandit_state, cursor=after, step=np.int32(step))
         with watch.phase("sync"):
             self._publish()
-        row = collect.metrics(scored) | numbers.of_updates(updates)
-        row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies)
+        row = collect.metrics(scored) | numbers.of_updates(updates) | facts
+        row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies) | {"rollout/refills": float(refills)}
         row["frac_zero_adv_groups"] = scored.frac_zero_std
+        self.health.watch(row)
         row |= numbers.of_staleness(result.rollouts, version) | watch.metrics() | self._versions()
         self.metrics.write("train", step, row)
         self.facts["accept_passes"] += sum(r.accept_passes for r in result.rollouts)
@@ -292,6 +280,29 @@ class _Run:
             "accept": row["spec/accept_len"],
             "arm": numbers.most_used(result.stats, parts.strategies),
         }
+
+    def _round(self, state: Any, bandit_state: Any, step: int, watch: Stopwatch) -> tuple[collect.Scored, Any, Any]:
+        """One draw of prompts, answered and scored; what the engine returned, and the cursor after it."""
+        c, parts = self.config, self.parts
+        indices, visits, after = cursor.draw(state, c.prompts_per_step)
+        prompts = [parts.train_prompts[int(i)] for i in indices]
+        with watch.phase("rollout"):
+            noise_visits = np.zeros_like(visits) if c.reuse_noise else None
+            requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens, noise_visits=noise_visits)
+            result = parts.engine.generate(
+                requests,
+                c.sampling,
+                parts.bandit,
+                bandit_state,
+                replay_arms=None if parts.replay is None else parts.replay[step],
+                on_launch=self._on_launch,
+                expected_tokens=self.lengths.expected(requests),
+                history=parts.history,
+            )
+            self.lengths.learn(result.rollouts)
+        with watch.phase("reward"):
+            scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
+        return scored, result, after
 
     def _evaluate(self, step: int) -> None:
         c, parts = self.config, self.parts
@@ -309,7 +320,7 @@ class _Run:
     def _publish(self) -> None:
         learner = self.state.learner
         self.snapshot = publish.snapshot(
-            learner.params,
+            policy_params(learner),
             int(learner.version),
             self.parts.model_config,
             drafter=learner.drafter_params,

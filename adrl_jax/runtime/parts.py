@@ -13,7 +13,7 @@ from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import Strategy
-from adrl_jax.types import PackedBatch, Prompt, Rollout, SamplingParams
+from adrl_jax.types import PackedBatch, Prompt, SamplingParams
 
 EVALUATION_VISIT = 2**31 - 1
 """Visit number of evaluation requests: no training draw has it, and all evaluations of a run share their noise."""
@@ -55,7 +55,8 @@ class LoopConfig:
         sampling: law of training rollouts.
         reuse_noise: a prompt's samples get the noise of its first visit at every visit.
         reset_bandit: a saved controller of other arms is replaced by a fresh one instead of refused.
-        minibatches: optimizer steps a batch; divides `prompts_per_step`.
+        max_nonfinite: updates in a row that may be skipped because they were not finite.
+        max_refills: rounds of prompts drawn after the first until enough groups have unequal rewards; 0 takes the first as it is.
         warm_steps: supervised updates before.
         evaluate_every: steps between evaluations, 0 for before and after only.
         eval_samples: responses to each held-out prompt.
@@ -76,7 +77,8 @@ class LoopConfig:
     sampling: SamplingParams
     reuse_noise: bool
     reset_bandit: bool
-    minibatches: int
+    max_nonfinite: int
+    max_refills: int
     warm_steps: int
     evaluate_every: int
     eval_samples: int
@@ -97,17 +99,17 @@ class Parts:
         model_config: the policy's.
         tokenizer: decodes responses.
         train_prompts, eval_prompts: indexable.
-        scorer: scores a batch of responses.
+        scorer: scores a batch of training responses.
+        eval_scorer: scores those to held-out prompts (the gold reward, where `scorer` is a proxy); None: `scorer`.
         engine: generates; knows `strategies` in this order.
         strategies: the arms.
         bandit: picks among them.
         controller: what the bandit's state belongs to, see `bandit.base.signature`.
         history: earlier responses for drafters that look things up, or None.
         init_learner: fresh weights and optimizer state, the same at every call.
-        advantage: `(rewards, group_ids, valid=) -> Advantages`.
-        pack: `(rollouts, advantages, version) -> PackedBatch`.
-        update: one optimizer step of RL.
-        init_rl_optimizer: fresh optimizer state for given weights, at the start of RL.
+        prepare: `(learner, scored, step) -> Prepared`, see `runtime.experience`.
+        update: `(learner, batch) -> (learner, metrics)`, one optimizer step of RL.
+        begin_rl: the learner at the start of RL: version 0, a fresh optimizer, these weights as the reference model.
         warm_batch: `step -> PackedBatch` of worked examples; None without a warm start.
         warm_update: one supervised step.
         fixed_drafters: served weights of drafters that are not trained here, by name.
@@ -126,15 +128,15 @@ class Parts:
     controller: str
     history: HistoryStore | None
     init_learner: Callable[[], LearnerState]
-    advantage: Callable[..., Any]
-    pack: Callable[[Sequence[Rollout], np.ndarray, int], PackedBatch]
-    update: Update
-    init_rl_optimizer: Callable[[Any], Any]
+    prepare: Callable[[LearnerState, Any, int], Any]
+    update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]]
+    begin_rl: Callable[[LearnerState], LearnerState]
     warm_batch: Callable[[int], PackedBatch] | None
     warm_update: Update | None
     fixed_drafters: Mapping[str, Any]
     replay: Mapping[int, list[int]] | None
     identity: Mapping[str, Any]
+    eval_scorer: Scorer | None = None
 
     @property
     def off(self) -> int:
