@@ -21,8 +21,9 @@ from adrl_jax.bandit.thompson import thompson
 from adrl_jax.bandit.ucb import ucb
 from adrl_jax.drafter import checkpoint as saved_drafter
 from adrl_jax.learner import advantages, packing, supervised
+from adrl_jax.learner.disagreement import Measure, make_measure
 from adrl_jax.learner.optimizer import make_optimizer
-from adrl_jax.learner.update import LearnerState, data_mesh, init_state, make_update
+from adrl_jax.learner.update import LearnerState, init_state, make_update
 from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
@@ -41,7 +42,7 @@ from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt, Rollout
-from experiments import resolve, rules
+from experiments import devices, resolve, rules
 from experiments.config import Config
 from experiments.schema import ConfigError, require
 
@@ -215,6 +216,13 @@ def packer(c: Config, config: ModelConfig) -> Callable[[Sequence[Rollout], Any, 
     return pack
 
 
+def disagreement(c: Config, config: ModelConfig, valid_vocab: int) -> Measure | None:
+    """What tells how stale data are; None where tokens do not come from coupled noise."""
+    if c.rollout.verification != "coupled":
+        return None
+    return make_measure(config, seed=c.seed, temperature=c.sampling.temperature, valid_vocab=valid_vocab)
+
+
 def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError for the first prompt longer than `task.max_prompt_tokens`."""
     for p in prompts:
@@ -331,7 +339,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     Raises:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
-    require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
+    learner_devices, generator_device = devices.groups(c)
     target = policy(c, _ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
@@ -344,7 +352,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     found, served = drafters(c, target, eagle)
     eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
     engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
-    mesh, pack = data_mesh(c.learner.devices), packer(c, target.config)
+    mesh, pack = devices.mesh(learner_devices), packer(c, target.config)
     shared: dict[str, Any] = dict(
         microbatch_rows=c.learner.microbatch_rows,
         valid_vocab=valid_vocab,
@@ -380,4 +388,6 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         fixed_drafters=served,
         replay=arms.load(Path(replay), strategies, range(1, c.train.steps + 1)) if replay else None,
         identity=identity(c, target),
+        disagreement=disagreement(c, target.config, valid_vocab),
+        generator_device=generator_device,
     )

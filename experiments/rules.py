@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adrl_jax.speculation.strategy import OFF, Strategy
+from experiments import devices
 from experiments.schema import ConfigError, require
 
 DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
@@ -68,6 +69,7 @@ def check(c: Any) -> None:
     _check_task(c)
     _check_rollout(c)
     _check_bandit(c)
+    _check_runtime(c)
 
 
 def _check_sizes(c: Any) -> None:
@@ -211,4 +213,60 @@ def _check_bandit(c: Any) -> None:
         "bandit.thresholds",
         given,
         f"must start at 1, ascend, and have one entry for each of the {groups} distinct depths in rollout.strategies",
+    )
+
+
+def corrected(c: Any) -> bool:
+    """Whether the loss weighs or clips by the ratio to the law that sampled."""
+    return bool(c.learner.clip_low)  # GRPO's clipped ratio is against the behaviour law
+
+
+def _check_runtime(c: Any) -> None:
+    r = c.runtime
+    devices.check(c)
+    stale = {"sync": False, "lagged": r.lag > 0}.get(r.mode, r.max_staleness > 0)
+    refreshed = r.refresh == "always" and r.refresh_lag == 1 and r.mode == "lagged"
+    require(
+        not stale or refreshed or r.allow_uncorrected or corrected(c),
+        "runtime.mode",
+        r.mode,
+        "it learns from data of earlier policies, but the loss has no importance correction; choose one, or set "
+        "runtime.allow_uncorrected=True to study what happens",
+    )
+    require(
+        r.refresh == "off" or c.rollout.verification == "coupled",
+        "runtime.refresh",
+        r.refresh,
+        f"only rollouts of coupled noise can be verified again; rollout.verification={c.rollout.verification}",
+    )
+    require(
+        r.refresh == "off" or not c.sampling.reuse_noise_across_epochs,
+        "runtime.refresh",
+        r.refresh,
+        "sampling.reuse_noise_across_epochs uses noise again that was learnt from, so a refreshed rollout is no sample",
+    )
+    require(
+        r.refresh == "off" or r.mode != "sync",
+        "runtime.refresh",
+        r.refresh,
+        "runtime.mode=sync has no stale batch; set it to off",
+    )
+    require(
+        not r.pin_versions or r.mode == "overlap",
+        "runtime.pin_versions",
+        r.pin_versions,
+        f"runtime.mode=overlap only, not {r.mode}",
+    )
+    replay = c.rollout.replay_arms
+    require(
+        not replay or (r.mode != "in_flight" and r.refresh == "off"),
+        "rollout.replay_arms",
+        replay,
+        "arms are recorded by batch; not with runtime.mode=in_flight, nor with runtime.refresh",
+    )
+    require(
+        r.mode != "in_flight" or c.rollout.admission == "arrival",
+        "rollout.admission",
+        c.rollout.admission,
+        "runtime.mode=in_flight serves in order of submission, else the learner waits for what was put last: arrival",
     )
