@@ -116,7 +116,7 @@ class World:
 
     def learn(self):
         numbers = range(self.book.consumed * self.size, (self.book.consumed + 1) * self.size)
-        if not all(n in self.finished for n in numbers):
+        if self.book.submitted <= numbers[-1] or not all(n in self.finished for n in numbers):
             return
         batch = [r for n in numbers for r in self.finished.pop(n)]
         staleness.check_bound(batch, self.book.consumed, self.book.limit)
