@@ -25,6 +25,7 @@ from adrl_jax.rollout.served import CACHES
 from adrl_jax.runtime.choice import CHOICES as REFRESHES
 from adrl_jax.runtime.parts import MODES
 from experiments import rules, schema
+from experiments.learner_config import Learner
 from experiments.schema import option
 
 VERIFICATIONS = ("coupled", "rejection")
@@ -57,6 +58,9 @@ class Task:
         "flexible",
         "arithmetic, gsm8k: which answers count, the `####` line alone or any usual style",
         choices=("strict", "flexible"),
+    )
+    reward_model: str = option(
+        "", "folder of experiments.reward_model whose score is the reward of training; evaluation keeps the task's own"
     )
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
@@ -92,7 +96,6 @@ class Train:
     steps: int = option(40, "rollout batches to learn from", low=0)
     prompts_per_step: int = option(8, "prompts of one rollout batch", low=1)
     group_size: int = option(8, "responses to each prompt", low=1)
-    passes: int = option(1, "times that each rollout batch is learnt from", low=1)
     max_new_tokens: int = option(256, "response budget in tokens", low=1)
 
 
@@ -202,49 +205,6 @@ class Drafter:
     history_responses: int = option(16, "earlier responses kept of one prompt", low=1)
     merged_min_match: int = option(4, "merged: looked-up drafts are taken where at least this many tokens match", low=1)
     model: str = option("", "weights of the independent draft model, where a strategy uses it: `smollm2` or a path")
-
-
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """Loss and optimizer of the policy."""
-
-    advantage: str = option(
-        "grpo",
-        "`grpo`: (r - mean) / std in the group; `dr_grpo`: r - mean; `rloo`: leave-one-out baseline",
-        choices=("grpo", "dr_grpo", "rloo"),
-    )
-    aggregation: str = option(
-        "token",
-        "the loss is a mean over tokens, over sequences of their token means, or (Dr. GRPO) a sum over "
-        "sequences x train.max_new_tokens",
-        choices=("token", "sequence", "constant"),
-    )
-    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this", above=0, high=1)
-    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this", above=0)
-    entropy_coef: float = option(0.0, "entropy bonus, in units of the loss a nat", low=0)
-    learning_rate: float = option(1e-5, "AdamW's peak step size", above=0)
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up", low=0)
-    schedule: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
-    beta1: float = option(0.9, "AdamW's decay of the first moment", low=0, below=1)
-    beta2: float = option(0.95, "AdamW's decay of the second moment", low=0, below=1)
-    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
-    max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)
-    minibatches: int = option(1, "optimizer steps on one rollout batch; divides train.prompts_per_step", low=1)
-    layout: str = option(
-        "prefix_shared",
-        "`prefix_shared` computes a group's prompt once; `plain` once a response",
-        choices=("prefix_shared", "plain"),
-    )
-    row_length: int = option(0, "tokens of a packed row; 0 takes the cheapest by a cost model of the chosen policy", low=0)
-    row_multiple: int = option(
-        1,
-        "rows of a batch are rounded up to a multiple of this; more compiles fewer programs, and empty rows are skipped",
-        low=1,
-    )
-    target_multiple: int = option(64, "response tokens of a row are rounded up to a multiple of this, likewise", low=1)
-    microbatch_rows: int = option(1, "packed rows whose gradient is computed at once on each device", low=1)
-    remat: bool = option(False, "recompute activations in the backward pass to save memory")
-    devices: int = option(1, "devices that the packed rows are spread over", low=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from adrl_jax.speculation.strategy import OFF, Strategy
-from experiments import devices
+from experiments import devices, learner_rules
 from experiments.schema import ConfigError, require
 
 DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
 TREE_DRAFTERS = ("eagle",)
 LEARNED = ("eagle", "merged")  # strategies that draft with the trained eagle drafter
 NEEDS_PATH = ("gsm8k",)
-HAS_WORKED_EXAMPLES = ("division",)
+HAS_WORKED_EXAMPLES = ("division", "arithmetic", "gsm8k")
 
 
 _STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)(-w(?P<width>\d+)-v(?P<verify>\d+))?")
@@ -65,6 +65,7 @@ def thresholds(c: Any) -> tuple[int, ...]:
 def check(c: Any) -> None:
     """Raises ConfigError for the first rule that does not hold."""
     _check_sizes(c)
+    learner_rules.check(c)
     _check_model(c)
     _check_task(c)
     _check_rollout(c)
@@ -73,13 +74,6 @@ def check(c: Any) -> None:
 
 
 def _check_sizes(c: Any) -> None:
-    kind = c.learner.advantage
-    require(
-        c.train.group_size > 1,
-        "train.group_size",
-        c.train.group_size,
-        f"learner.advantage={kind} compares the responses of a group, so it needs at least 2",
-    )
     for name in ("top_k", "top_p", "min_p"):
         value, neutral = getattr(c.sampling, name), {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[name]
         require(
@@ -89,7 +83,7 @@ def _check_sizes(c: Any) -> None:
             f"a training rollout draws from the whole law ({neutral}), else the importance ratio is biased; "
             f"evaluation.{name} is free",
         )
-    n, k = c.train.prompts_per_step, c.learner.minibatches
+    n, k = learner_rules.prompts_per_step(c), c.learner.minibatches
     require(n % k == 0, "learner.minibatches", k, f"must divide train.prompts_per_step={n}")
     require(n <= c.task.train_prompts, "train.prompts_per_step", n, f"at most task.train_prompts={c.task.train_prompts}")
     longest = c.task.max_prompt_tokens + c.train.max_new_tokens
@@ -216,18 +210,12 @@ def _check_bandit(c: Any) -> None:
     )
 
 
-def corrected(c: Any) -> bool:
-    """Whether the loss weighs or clips by the ratio to the law that sampled."""
-    return bool(c.learner.clip_low)  # GRPO's clipped ratio is against the behaviour law
-
-
 def _check_runtime(c: Any) -> None:
     r = c.runtime
     devices.check(c)
-    stale = {"sync": False, "lagged": r.lag > 0}.get(r.mode, r.max_staleness > 0)
     refreshed = r.refresh == "always" and r.refresh_lag == 1 and r.mode == "lagged"
     require(
-        not stale or refreshed or r.allow_uncorrected or corrected(c),
+        not learner_rules.stale(c) or refreshed or r.allow_uncorrected or learner_rules.corrected(c),
         "runtime.mode",
         r.mode,
         "it learns from data of earlier policies, but the loss has no importance correction; choose one, or set "
@@ -256,6 +244,12 @@ def _check_runtime(c: Any) -> None:
         "runtime.pin_versions",
         r.pin_versions,
         f"runtime.mode=overlap only, not {r.mode}",
+    )
+    require(
+        not c.learner.max_refills or r.mode == "sync",
+        "learner.max_refills",
+        c.learner.max_refills,
+        f"runtime.mode={r.mode} draws the next prompts for later batches; 0, or runtime.mode=sync",
     )
     replay = c.rollout.replay_arms
     require(

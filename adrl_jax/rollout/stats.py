@@ -83,6 +83,16 @@ class RolloutStats:
     events: tuple[Event, ...] = ()
     drafts: tuple[int, int, int] = (0, 0, 0)
 
+    def then(self, later: "RolloutStats") -> "RolloutStats":
+        """Both calls as one."""
+        seconds = ("seconds", "compile_seconds", "prefill_seconds", "device_seconds")
+        return RolloutStats(
+            (*self.launches, *later.launches),
+            **{name: getattr(self, name) + getattr(later, name) for name in seconds},
+            programs=later.programs,
+            events=(*self.events, *later.events),
+        )
+
     @property
     def faults(self) -> int:
         """Row-passes in which a drafter gave something that is not a number; they fell back to the target's own token."""

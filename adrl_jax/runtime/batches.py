@@ -76,6 +76,14 @@ class Source(Protocol):
         """The batch of a step, called with 1, 2, … (or what follows a checkpoint). Waits for it, or generates it."""
         ...
 
+    def more(self, step: int) -> Batch:
+        """One more batch for the step, of the prompts that come next.
+
+        Raises:
+            ValueError: the mode has drawn those for a later step already.
+        """
+        ...
+
     def idle(self, shot: Snapshot) -> contextlib.AbstractContextManager:
         """Nothing is generated within, and the engine serves `shot`: it is the caller's."""
         ...
@@ -137,7 +145,17 @@ class Maker:
         self, step: int, bandit_state: Any, on_launch: Callable[[LaunchRecord], None], begun: int | None = None
     ) -> tuple[Batch, Any]:
         """Generates a whole batch with what the engine has published; returns the bandit's state too."""
-        parts, requests = self.parts, self.requests(step)
+        return self._generate(self.requests(step), step, bandit_state, on_launch, begun)
+
+    def extra(self, step: int, bandit_state: Any, on_launch: Callable[[LaunchRecord], None]) -> tuple[Batch, Any]:
+        """One more batch for a step, of the prompts that come next; only where no later batch was drawn yet."""
+        indices, visits, self._ahead = cursor.draw(self._ahead, self.config.prompts_per_step)
+        return self._generate(requests_of(self.parts, self.config, indices, visits), step, bandit_state, on_launch, step - 1)
+
+    def _generate(
+        self, requests: list[Request], step: int, bandit_state: Any, on_launch, begun: int | None
+    ) -> tuple[Batch, Any]:
+        parts = self.parts
         result = parts.engine.generate(
             requests,
             self.config.sampling,

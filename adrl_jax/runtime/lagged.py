@@ -68,6 +68,12 @@ class Lagged:
         self.maker.forget(step)
         return self._ready.pop(step)
 
+    def more(self, step: int) -> Batch:
+        if self.lag:
+            raise ValueError(f"no further batch for step {step}: with lag={self.lag} the next prompts belong to later steps")
+        batch, self._bandit = self.maker.extra(step, self._bandit, self.on_launch)
+        return batch
+
     @contextlib.contextmanager
     def idle(self, shot: Snapshot) -> Iterator[None]:
         yield  # the engine serves the newest anyway

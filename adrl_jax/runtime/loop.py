@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from adrl_jax.learner.update import policy_params
 from adrl_jax.metrics import CompileClock, Stopwatch
 from adrl_jax.runtime import (
     arms,
@@ -26,12 +26,14 @@ from adrl_jax.runtime import (
     evaluation,
     numbers,
     publish,
+    refill,
     refreshing,
     sources,
     staleness,
 )
 from adrl_jax.runtime.batches import Batch, Saved, Source
 from adrl_jax.runtime.folder import Folder, write_json
+from adrl_jax.runtime.health import Health
 from adrl_jax.runtime.parts import LoopConfig, Parts
 from adrl_jax.runtime.progress import Progress
 from adrl_jax.runtime.stop import Stop, StopRequested, on_signals
@@ -67,7 +69,8 @@ def run(parts: Parts, config: LoopConfig, workdir: Path, stop: Stop | None = Non
 
     Raises:
         CheckpointMismatch: the folder's checkpoint is of another model, task or seed.
-        RewardError: a reward is not finite, or the scorer failed.
+        RewardError: no reward of a batch is finite, or the scorer failed.
+        UpdateError: loss or gradient were not finite in too many updates in a row.
         Stalled: the generator's thread gives no sign of life.
         Exception: whatever failed first, in any thread.
     """
@@ -91,6 +94,7 @@ class _Run:
         self.snapshot: publish.Snapshot | None = None
         self.source: Source | None = None
         self.known = choice.Known()
+        self.health = Health(config.max_nonfinite)
 
     def run(self) -> Outcome:
         finished = self.folder.finished()
@@ -169,9 +173,7 @@ class _Run:
             step += 1
             if step == c.warm_steps:
                 # The policy that RL starts from is version 0, with an optimizer that has seen none of its gradients.
-                zero = jnp.zeros_like(learner.version)
-                optimizer = parts.init_rl_optimizer(learner.params)
-                learner = learner._replace(opt_state=optimizer, version=zero, step=jnp.copy(zero))
+                learner = parts.begin_rl(learner)
             self.state = self.state._replace(learner=learner, warm_step=np.int32(step))
             self.folder.metrics.write("warm_start", step, values | watch.metrics())
             progress.step(loss=values["loss"], drafter=values.get("drafter/agreement"))
@@ -203,34 +205,31 @@ class _Run:
         c, parts, state = self.config, self.parts, self.state
         watch = Stopwatch(self.clock)
         version = int(state.learner.version)
-        _, _, after = cursor.draw(state.cursor, c.prompts_per_step)
-        with watch.phase("rollout" if parts.generator_device is None else "learner_wait"):
-            batch = self.source.next(step)
-        batch, row = self._refresh(batch, watch)
-        staleness.check_bound(batch.rollouts, version, c.limit * c.updates_per_batch)
-        with watch.phase("reward"):
-            scored = collect.score(batch.rollouts, [r.prompt for r in batch.requests], parts.tokenizer, parts.scorer)
-            scored = collect.with_advantages(scored, parts.advantage)
+        batch, scored, after, row = self._round(step, state.cursor, watch, first=True)
+        refills = 0
+        while c.max_refills and (chosen := refill.enough(scored, c.prompts_per_step, refills, c.max_refills)) is None:
+            more, further, after, _ = self._round(step, after, watch, first=False)
+            scored, refills = refill.joined(scored, further), refills + 1
+            rollouts = [*batch.rollouts, *more.rollouts]
+            batch = dataclasses.replace(batch, rollouts=rollouts, stats=batch.stats.then(more.stats))
+        scored = chosen if c.max_refills else scored
         with watch.phase("pack"):
-            minibatches = numbers.minibatches(scored, c.minibatches)
-            packed = [parts.pack(rollouts, values, version) for rollouts, values in minibatches]
+            prepared = parts.prepare(state.learner, scored, step)
+        learner, scored, batches, facts = prepared.learner, prepared.scored, prepared.batches, prepared.facts
         with watch.phase("measure"):
-            self._measure(batch, packed[0], minibatches[0][0], row)
+            self._measure(batch, batches, prepared.first, row)
         self.source.verify()
         self.stop.check()  # the last point at which this step can still be left undone
-        learner, updates = state.learner, []
         with watch.phase("update"), self.timeline.span("learner", f"update {step}"):
-            for part in packed * c.passes:
-                learner, values = parts.update(learner, part)
-                updates.append(values)
-            updates = [numbers.on_host(values) for values in updates]
+            learner, updates = self.health.apply(parts.update, learner, batches)
         self.state = state._replace(learner=learner, bandit=self.source.bandit, cursor=after, step=np.int32(step))
         self.source.commit()
         with watch.phase("sync"):
             self._publish()
-        row |= collect.metrics(scored) | numbers.of_updates(updates)
-        row |= numbers.of_rollouts(batch.stats, batch.rollouts, parts.strategies)
+        row |= collect.metrics(scored) | numbers.of_updates(updates) | facts
+        row |= numbers.of_rollouts(batch.stats, batch.rollouts, parts.strategies) | {"rollout/refills": float(refills)}
         row["frac_zero_adv_groups"] = scored.frac_zero_std
+        self.health.watch(row)
         row |= staleness.numbers(batch.rollouts, version) | self.source.numbers() | watch.metrics() | self._versions()
         self._log(step, batch, scored, row)
         return {
@@ -239,6 +238,21 @@ class _Run:
             "accept": row["spec/accept_len"],
             "arm": numbers.most_used(batch.stats, parts.strategies),
         }
+
+    def _round(
+        self, step: int, start: cursor.CursorState, watch: Stopwatch, *, first: bool
+    ) -> tuple[Batch, collect.Scored, cursor.CursorState, dict[str, Any]]:
+        """A batch of the step, or one more of it (dynamic sampling), made current where that is due, and scored; the cursor
+        after it, and metrics."""
+        c, parts = self.config, self.parts
+        _, _, after = cursor.draw(start, c.prompts_per_step)
+        with watch.phase("rollout" if parts.generator_device is None else "learner_wait"):
+            batch = self.source.next(step) if first else self.source.more(step)
+        batch, row = self._refresh(batch, watch)
+        staleness.check_bound(batch.rollouts, int(self.state.learner.version), c.limit * c.updates_per_batch)
+        with watch.phase("reward"):
+            scored = collect.score(batch.rollouts, [r.prompt for r in batch.requests], parts.tokenizer, parts.scorer)
+        return batch, scored, after, row
 
     def _log(self, step: int, batch: Batch, scored: collect.Scored, row: dict[str, Any]) -> None:
         self.folder.metrics.write("train", step, row)
@@ -263,13 +277,13 @@ class _Run:
         self.known = self.known.learn(refresh_s=spent, disagreement=found["refresh/disagreement"] / lag)
         return dataclasses.replace(fresh, stats=batch.stats), found | {"refresh/share": 1.0, "refresh/seconds": spent}
 
-    def _measure(self, batch: Batch, packed: PackedBatch, rollouts: list[Rollout], row: dict[str, Any]) -> None:
+    def _measure(self, batch: Batch, packed: list[PackedBatch], first: list[Rollout], row: dict[str, Any]) -> None:
         """How stale the batch is by the learner's own logits, before any update of it; and what that tells about later ones."""
         if batch.stats.seconds:
             self.known = self.known.learn(generate_s=batch.stats.seconds - batch.stats.compile_seconds)
-        if self.parts.disagreement is None:
+        if self.parts.disagreement is None or not packed:
             return
-        share = self.parts.disagreement(self.state.learner.params, packed, rollouts, batch.step)
+        share = self.parts.disagreement(policy_params(self.state.learner), packed[0], first, batch.step)
         if share is None:
             return
         row["staleness/disagreement"] = share
@@ -299,7 +313,7 @@ class _Run:
         learner = self.state.learner
         with self.timeline.span("publish", f"version {int(learner.version)}"):
             self.snapshot = publish.snapshot(
-                learner.params,
+                policy_params(learner),
                 int(learner.version),
                 self.parts.model_config,
                 drafter=learner.drafter_params,

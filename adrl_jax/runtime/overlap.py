@@ -152,6 +152,9 @@ class Overlap:
         rollouts = [r for n in numbers for r in groups[n]]
         return Batch(step, requests, rollouts, stats, begun)
 
+    def more(self, step: int) -> Batch:
+        raise ValueError(f"no further batch for step {step}: the next prompts are under way for later steps")
+
     def _since_last(self) -> RolloutStats:
         """In flight no launch belongs to one batch: those since the batch before."""
         now = self.timeline.now()

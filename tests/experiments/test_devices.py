@@ -46,9 +46,9 @@ def test_bad_settings_are_refused_before_anything_is_built(changes, message):
 
 
 def test_stale_data_need_a_correction_or_leave(monkeypatch):
-    from experiments import rules
+    from experiments import learner_rules
 
-    monkeypatch.setattr(rules, "corrected", lambda c: False)
+    monkeypatch.setattr(learner_rules, "corrected", lambda c: False)
     stale = ({"runtime.mode": "lagged"}, {"runtime.mode": "overlap"}, {"runtime.mode": "in_flight"})
     for changes in stale:
         with pytest.raises(ConfigError, match=r"no importance correction.*runtime.allow_uncorrected=True"):

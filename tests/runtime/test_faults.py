@@ -185,7 +185,7 @@ def test_a_reward_worker_that_dies_ends_the_run_with_its_exit_code(worlds, tmp_p
 
 
 def test_a_reward_that_is_no_number_ends_an_overlapped_run_too(worlds, tmp_path):
-    with pytest.raises(RewardError, match="not a finite number"):
+    with pytest.raises(RewardError, match="is a finite number"):
         worlds.run(tmp_path, "overlap", parts={"scorer": lambda items: [Score(float("nan"), None, "mismatch")] * len(items)})
     assert no_thread_left()
 

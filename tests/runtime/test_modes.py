@@ -108,7 +108,7 @@ def test_limit_zero_equals_sync_and_mixes_nothing(runs, mode):
 
 
 def test_minibatches_and_passes_count_as_one_version(worlds, tmp_path):
-    changes = {"learner.minibatches": 2, "train.passes": 2, "runtime.lag": 1, "train.steps": 3}
+    changes = {"learner.minibatches": 2, "learner.epochs": 2, "runtime.lag": 1, "train.steps": 3}
     worlds.run(tmp_path, "lagged", **changes)
     assert [r["version"] for r in rows(tmp_path)] == [4, 8, 12]
     assert [ages(r) for r in rows(tmp_path)] == [{0}, {4}, {4}]

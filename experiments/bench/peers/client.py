@@ -21,6 +21,7 @@ PEERS = ("hf", "trl", "tunix")
 FOLDER = pathlib.Path(__file__).parent
 GENERATE = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
 GRPO = {"trl": "trl_grpo.py", "tunix": "tunix_grpo.py"}
+TRAIN = {"hf": "hf_train.py"}
 
 # PyTorch returns large blocks to the system after every use and faults them in again; with these it keeps them, which makes
 # TRL's step about a quarter faster. A peer is measured at its best.
