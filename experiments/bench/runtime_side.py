@@ -16,6 +16,7 @@ import jax
 
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import loop
+from adrl_jax.runtime.parts import EVALUATION_VISIT
 from experiments import build, config, resolve
 from experiments.bench.emulated import Emulated, Pace, Recorder
 from experiments.configs import quickstart, smollm2_arithmetic
@@ -97,7 +98,7 @@ def emulated(ask: Mapping[str, Any], workdir: pathlib.Path) -> dict[str, Any]:
         rows = c.rollout.max_batch
         pace = Pace.of(recorder.launches, rows)
         probe = Emulated(recorder.recorded, pace)
-        generate = _seconds_of_a_batch(probe, limits, parts)
+        generate = _seconds_of_a_batch(probe, limits, recorder.recorded)
         pace = pace.scaled(found["learn_s"] / generate)
         for mode in ("sync", "overlap", "in_flight"):
             limit = 0 if mode == "sync" else ask.get("max_staleness", 1)
@@ -111,24 +112,31 @@ def emulated(ask: Mapping[str, Any], workdir: pathlib.Path) -> dict[str, Any]:
                 copy_start(ask, pathlib.Path(folder))
                 loop.run(pieces, fast, pathlib.Path(folder))
                 out[mode] = measured(pathlib.Path(folder))
-    return out | {"learn_s": found["learn_s"], "generate_s": found["generate_s"]}
+    lengths = [[r.response_length for r in group] for group in _batches(recorder.recorded, limits)]
+    shown = {"seconds": dict(pace.seconds), "tokens": pace.tokens, "rows": pace.rows}
+    return out | {"learn_s": found["learn_s"], "generate_s": found["generate_s"], "pace": shown, "lengths": lengths}
 
 
-def _seconds_of_a_batch(engine: Emulated, limits: Any, parts: Any) -> float:
-    """Mean seconds that the emulated accelerator would take for a recorded batch, without sleeping them."""
-    keys = sorted((k for k in engine._recorded if k[1] < 2**30), key=lambda k: (k[1], k[0], k[2]))
+def _batches(recorded: Mapping[Any, Any], limits: Any) -> list[list[Any]]:
+    """Recorded training responses by batch, in the order in which they were drawn."""
+    found = [r for k, r in recorded.items() if k[1] != EVALUATION_VISIT]
     size = limits.prompts_per_step * limits.group_size
-    total = batches = 0.0
-    for start in range(0, len(keys) - size + 1, size):
-        left = [engine._recorded[k].response_length for k in keys[start : start + size]]
+    return [found[i : i + size] for i in range(0, len(found) - size + 1, size)]
+
+
+def _seconds_of_a_batch(engine: Emulated, limits: Any, recorded: Mapping[Any, Any]) -> float:
+    """Mean seconds that the emulated accelerator would take for a recorded batch, without sleeping them."""
+    total = 0.0
+    batches = _batches(recorded, limits)
+    for batch in batches:
+        left = [float(r.response_length) for r in reversed(batch)]
         running: list[float] = []
         while left or running:
             while left and len(running) < engine.pace.rows:
                 running.append(left.pop())
             total += engine.pace.launch_s(len(running))
             running = [n - engine.pace.tokens for n in running if n > engine.pace.tokens]
-        batches += 1
-    return total / max(batches, 1)
+    return total / len(batches)
 
 
 def copy_start(ask: Mapping[str, Any], workdir: pathlib.Path) -> None:
