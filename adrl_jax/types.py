@@ -92,6 +92,9 @@ class Request:
         forced_length: benchmark aid: end tokens are ignored and the response has exactly `max_new_tokens` tokens.
         noise_visit: names the noise in place of `visit`, for research into noise that is reused across epochs: the law of such
             a response leans to what was reinforced since, see the option `reuse_noise_across_epochs`. None: `visit`.
+        draft: int32 `[D]`, `1 <= D <= max_new_tokens`: what another policy answered to this very request, with the same
+            noise. It is verified in one pass and continued where the serving policy first differs (`rollout.refresh`); what
+            comes out is what a request without it gets. None: there is none.
     """
 
     prompt: Prompt
@@ -101,6 +104,7 @@ class Request:
     max_new_tokens: int
     forced_length: bool = False
     noise_visit: int | None = None
+    draft: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from adrl_jax.bandit.thompson import thompson
 from adrl_jax.bandit.ucb import ucb
 from adrl_jax.drafter import checkpoint as saved_drafter
 from adrl_jax.learner import supervised
-from adrl_jax.learner.update import data_mesh
+from adrl_jax.learner.disagreement import Measure, make_measure
 from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
@@ -40,7 +40,7 @@ from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt
-from experiments import learners, resolve, rules
+from experiments import devices, learners, resolve, rules
 from experiments.config import Config
 from experiments.learners import Policy, packer, row_lengths
 from experiments.schema import ConfigError, require
@@ -149,6 +149,13 @@ def bandit(c: Config) -> Bandit:
     return makers[b.name]()
 
 
+def disagreement(c: Config, config: ModelConfig, valid_vocab: int) -> Measure | None:
+    """What tells how stale data are; None where tokens do not come from coupled noise."""
+    if c.rollout.verification != "coupled":
+        return None
+    return make_measure(config, seed=c.seed, temperature=c.sampling.temperature, valid_vocab=valid_vocab)
+
+
 def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError for the first prompt longer than `task.max_prompt_tokens`."""
     for p in prompts:
@@ -247,7 +254,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     Raises:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
-    require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
+    learner_devices, generator_device = devices.groups(c)
     target = policy(c, ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
@@ -260,7 +267,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     found, served = drafters(c, target, eagle)
     eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
     engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
-    mesh = data_mesh(c.learner.devices)
+    mesh = devices.mesh(learner_devices)
     learning = learners.build(c, target, eagle, mesh)
     warm = c.warm_start.steps > 0
     strategies = rules.strategies(c)
@@ -286,4 +293,6 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         fixed_drafters=served,
         replay=arms.load(Path(replay), strategies, range(1, c.train.steps + 1)) if replay else None,
         identity=identity(c, target),
+        disagreement=disagreement(c, target.config, valid_vocab),
+        generator_device=generator_device,
     )

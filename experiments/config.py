@@ -21,6 +21,9 @@ from typing import Any
 from ml_collections import config_dict
 
 from adrl_jax.models.families import FAMILIES
+from adrl_jax.rollout.served import CACHES
+from adrl_jax.runtime.choice import CHOICES as REFRESHES
+from adrl_jax.runtime.parts import MODES
 from experiments import rules, schema
 from experiments.learner_config import Learner
 from experiments.schema import option
@@ -231,6 +234,7 @@ class Log:
     tensorboard: bool = option(True, "write TensorBoard event files to workdir/tensorboard")
     samples_per_step: int = option(16, "rollouts of each step that go to samples.jsonl; 0 writes none", low=0)
     report: bool = option(True, "write report.html at the end")
+    trace: bool = option(False, "write trace.json at the end: who worked when, for ui.perfetto.dev")
     compare_repeats: int = option(
         3, "timed repeats, each with and without speculation, of the closing comparison; 0 skips it", low=0
     )
@@ -238,8 +242,50 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """The machine."""
+    """The machine, and how generation and learning share it."""
 
+    mode: str = option(
+        "sync",
+        "`sync`: generate, then learn; `lagged`: the same, each batch by the policy `lag` batches ago (deterministic, one "
+        "device); `overlap`: at once, on devices of their own; `in_flight`: likewise, and new weights enter running requests",
+        choices=MODES,
+    )
+    lag: int = option(1, "lagged: policies that a batch is old when it is learnt from; 0 equals sync", low=0)
+    max_staleness: int = option(
+        1, "overlap, in_flight: no token is learnt from that is older than this many policies; one batch makes one", low=0
+    )
+    queue: int = option(2, "overlap, in_flight: finished batches that may wait before the generator pauses", low=1)
+    in_flight_cache: str = option(
+        "keep", "in_flight: running requests keep their cache when weights change, or have it computed anew", choices=CACHES
+    )
+    pin_versions: bool = option(
+        False,
+        "overlap: each batch by exactly the policy max_staleness batches ago, so that runs repeat bit for bit; else the newest",
+    )
+    generator_devices: tuple[int, ...] = option(
+        (), "overlap, in_flight: device that generates, as numbers of jax.devices(). Empty: the one after the learner's", low=0
+    )
+    learner_devices: tuple[int, ...] = option((), "devices that learn, learner.devices of them. Empty: the first ones", low=0)
+    heartbeat_timeout: float = option(
+        600.0, "seconds without a sign of life (compiling counts) after which the run ends with an error", above=0
+    )
+    allow_uncorrected: bool = option(False, "allow a loss without importance correction where data are stale")
+    refresh: str = option(
+        "off",
+        "stale batches are made current before they are learnt from (verified with their own noise and continued where they "
+        "differ): `off`, `always`, or `auto` by the disagreement and cost of earlier batches",
+        choices=REFRESHES,
+    )
+    refresh_lag: int = option(1, "refresh: batches at least this many policies old", low=1)
+    refresh_above: float = option(
+        0.05,
+        "refresh=auto: where at least this share of tokens is expected to differ; importance weights below",
+        above=0,
+        high=1,
+    )
+    refresh_cost: float = option(
+        1.0, "refresh=auto: not where it took more than this many times the seconds of generating a batch", above=0
+    )
     compilation_cache: str = option(
         "default",
         "JAX's persistent compilation cache: a folder, `default` (~/.cache/adrl_jax/xla), `workdir` "

@@ -5,6 +5,7 @@ from adrl_jax.learner.optimizer import OptimizerConfig
 from adrl_jax.models import families
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.rollout.engine import EngineConfig
+from adrl_jax.runtime.choice import RefreshConfig
 from adrl_jax.runtime.experience import ExperienceConfig, GaeConfig
 from adrl_jax.runtime.parts import LoopConfig
 from adrl_jax.types import SamplingParams
@@ -133,7 +134,13 @@ def drafter_loss_config(c: Config) -> DrafterLossConfig | None:
     return DrafterLossConfig(c.drafter.feature_weight, c.drafter.token_weight)
 
 
+def staleness_limit(c: Config) -> int:
+    """Versions that data may be old when they are learnt from."""
+    return {"sync": 0, "lagged": c.runtime.lag}.get(c.runtime.mode, c.runtime.max_staleness)
+
+
 def loop_config(c: Config) -> LoopConfig:
+    r = c.runtime
     return LoopConfig(
         seed=c.seed,
         steps=c.train.steps,
@@ -155,4 +162,13 @@ def loop_config(c: Config) -> LoopConfig:
         compare_repeats=c.log.compare_repeats,
         tensorboard=c.log.tensorboard,
         report=c.log.report,
+        updates_per_batch=c.learner.minibatches * c.learner.epochs,
+        mode=r.mode,
+        limit=staleness_limit(c),
+        queue=r.queue,
+        cache=r.in_flight_cache,
+        pinned=r.pin_versions,
+        silence_s=r.heartbeat_timeout,
+        refresh=RefreshConfig(r.refresh, r.refresh_lag, r.refresh_above, r.refresh_cost),
+        trace=c.log.trace,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adrl_jax.speculation.strategy import OFF, Strategy
-from experiments import learner_rules
+from experiments import devices, learner_rules
 from experiments.schema import ConfigError, require
 
 DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
@@ -70,6 +70,7 @@ def check(c: Any) -> None:
     _check_task(c)
     _check_rollout(c)
     _check_bandit(c)
+    _check_runtime(c)
 
 
 def _check_sizes(c: Any) -> None:
@@ -213,4 +214,60 @@ def _check_bandit(c: Any) -> None:
         "bandit.thresholds",
         given,
         f"must start at 1, ascend, and have one entry for each of the {groups} distinct depths in rollout.strategies",
+    )
+
+
+def _check_runtime(c: Any) -> None:
+    r = c.runtime
+    devices.check(c)
+    refreshed = r.refresh == "always" and r.refresh_lag == 1 and r.mode == "lagged"
+    require(
+        not learner_rules.stale(c) or refreshed or r.allow_uncorrected or learner_rules.corrected(c),
+        "runtime.mode",
+        r.mode,
+        "it learns from data of earlier policies, but the loss has no importance correction; choose one, or set "
+        "runtime.allow_uncorrected=True to study what happens",
+    )
+    require(
+        r.refresh == "off" or c.rollout.verification == "coupled",
+        "runtime.refresh",
+        r.refresh,
+        f"only rollouts of coupled noise can be verified again; rollout.verification={c.rollout.verification}",
+    )
+    require(
+        r.refresh == "off" or not c.sampling.reuse_noise_across_epochs,
+        "runtime.refresh",
+        r.refresh,
+        "sampling.reuse_noise_across_epochs uses noise again that was learnt from, so a refreshed rollout is no sample",
+    )
+    require(
+        r.refresh == "off" or r.mode != "sync",
+        "runtime.refresh",
+        r.refresh,
+        "runtime.mode=sync has no stale batch; set it to off",
+    )
+    require(
+        not r.pin_versions or r.mode == "overlap",
+        "runtime.pin_versions",
+        r.pin_versions,
+        f"runtime.mode=overlap only, not {r.mode}",
+    )
+    require(
+        not c.learner.max_refills or r.mode == "sync",
+        "learner.max_refills",
+        c.learner.max_refills,
+        f"runtime.mode={r.mode} draws the next prompts for later batches; 0, or runtime.mode=sync",
+    )
+    replay = c.rollout.replay_arms
+    require(
+        not replay or (r.mode != "in_flight" and r.refresh == "off"),
+        "rollout.replay_arms",
+        replay,
+        "arms are recorded by batch; not with runtime.mode=in_flight, nor with runtime.refresh",
+    )
+    require(
+        r.mode != "in_flight" or c.rollout.admission == "arrival",
+        "rollout.admission",
+        c.rollout.admission,
+        "runtime.mode=in_flight serves in order of submission, else the learner waits for what was put last: arrival",
     )

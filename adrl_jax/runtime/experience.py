@@ -83,12 +83,13 @@ class ExperienceConfig:
 
 class Prepared(NamedTuple):
     """Attributes: learner (with a refreshed reference, where it was due); scored, with advantages; batches, one an optimizer
-    step, in order; facts for the log."""
+    step, in order; facts for the log; first, the rollouts of the first batch, which its `rollout_index` counts."""
 
     learner: LearnerState
     scored: Scored
     batches: list[PackedBatch]
     facts: dict[str, float]
+    first: list[Rollout]
 
 
 Measured = dict[str, list[np.ndarray]]
@@ -140,7 +141,8 @@ class Experience:
         if penalties is not None:
             facts["reference/reward_kl"] = _mean(np.array([p.sum() for p in penalties]))
         scored = dataclasses.replace(scored, advantages=found.values, frac_zero_std=float(found.frac_zero_std))
-        return Prepared(learner, scored, batches, facts)
+        first = [rollouts[i] for i in parts[0]] if parts else []
+        return Prepared(learner, scored, batches, facts, first)
 
     def _shape(self, scored: Scored, truncated: np.ndarray) -> np.ndarray:
         c = self.config

@@ -58,12 +58,6 @@ def of_rollouts(stats: Any, rollouts: Sequence[Rollout], strategies: Sequence[St
     return out | {f"bandit/arm/{s.name}": used[i] / max(len(launches), 1) for i, s in enumerate(strategies)}
 
 
-def of_staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Policy updates between drawing a token and learning from it."""
-    ages = np.concatenate([version - r.policy_versions for r in rollouts])
-    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
-
-
 def most_used(stats: Any, strategies: Sequence[Strategy]) -> str:
     """Name of the arm that committed most tokens."""
     tokens: Counter[int] = Counter()

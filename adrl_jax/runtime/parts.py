@@ -4,16 +4,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from adrl_jax.bandit.base import Bandit
+from adrl_jax.learner.disagreement import Measure
 from adrl_jax.learner.update import LearnerState, Update
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.runtime.choice import RefreshConfig
 from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.types import PackedBatch, Prompt, SamplingParams
+
+MODES = ("sync", "lagged", "overlap", "in_flight")
 
 EVALUATION_VISIT = 2**31 - 1
 """Visit number of evaluation requests: no training draw has it, and all evaluations of a run share their noise."""
@@ -67,6 +72,15 @@ class LoopConfig:
         compare_repeats: timed repeats of the closing comparison, 0 for none.
         tensorboard: whether to write event files.
         report: whether to write `report.html`.
+        updates_per_batch: most optimizer updates that a batch is good for: by so much its version of the policy is newer.
+        mode: one of `MODES`.
+        limit: staleness limit in versions (batches); of `lagged` the very lag, of `sync` 0.
+        queue: finished batches that may wait.
+        cache: `in_flight`: what becomes of running requests' caches when weights are swapped.
+        pinned: `overlap`: see `overlap.OverlapConfig`.
+        silence_s: seconds without a sign of life after which the generator counts as dead.
+        refresh: when stale batches are made current.
+        trace: whether to write `trace.json`.
     """
 
     seed: int
@@ -89,6 +103,15 @@ class LoopConfig:
     compare_repeats: int
     tensorboard: bool
     report: bool
+    updates_per_batch: int = 1
+    mode: str = "sync"
+    limit: int = 0
+    queue: int = 2
+    cache: str = "keep"
+    pinned: bool = False
+    silence_s: float = 600.0
+    refresh: RefreshConfig = dataclasses.field(default_factory=RefreshConfig)
+    trace: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +138,8 @@ class Parts:
         fixed_drafters: served weights of drafters that are not trained here, by name.
         replay: arms of each step to repeat, or None.
         identity: what a checkpoint must agree with to be resumed, as flat JSON.
+        disagreement: the share of stored tokens that given weights would not choose, or None.
+        generator_device: what the engine runs on where it has a device of its own, else None.
     """
 
     model_config: ModelConfig
@@ -137,6 +162,8 @@ class Parts:
     replay: Mapping[int, list[int]] | None
     identity: Mapping[str, Any]
     eval_scorer: Scorer | None = None
+    disagreement: Measure | None = None
+    generator_device: jax.Device | None = None
 
     @property
     def off(self) -> int:
