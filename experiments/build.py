@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from adrl_kernels import choice
 
 from adrl_jax.bandit.base import Bandit, signature
 from adrl_jax.bandit.beg import beg, beg_static
@@ -332,6 +333,10 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
     require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
+    try:
+        choice.check_platform(c.kernels.implementation, "kernels.implementation")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     target = policy(c, _ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
@@ -349,6 +354,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         microbatch_rows=c.learner.microbatch_rows,
         valid_vocab=valid_vocab,
         remat=c.learner.remat,
+        kernels=rules.learner_kernels(c),
         drafter=resolve.drafter_loss_config(c),
         drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
     )

@@ -54,17 +54,17 @@ def resolve(operation: str, implementation: str, problem: Callable[[str], str | 
         return implementation
     platform = jax.default_backend()
     if platform == "gpu":
-        return _chosen(operation, "xla", "the Pallas kernels for GPUs have not been measured on one yet")
+        return told(operation, "xla", "the Pallas kernels for GPUs have not been measured on one yet")
     if platform != "tpu":
-        return _chosen(operation, "xla", f"there are no Pallas kernels for {platform}")
+        return told(operation, "xla", f"there are no Pallas kernels for {platform}")
     found = problem("pallas_tpu")
     if found is not None:
-        return _chosen(operation, "xla", f"pallas_tpu cannot: {found}")
-    return _chosen(operation, "pallas_tpu", "the backend is a TPU")
+        return told(operation, "xla", f"pallas_tpu cannot: {found}")
+    return told(operation, "pallas_tpu", "the backend is a TPU")
 
 
 @functools.cache
-def _chosen(operation: str, implementation: str, reason: str) -> str:
-    # Cached, so that each choice is told once.
-    logging.getLogger("adrl_kernels").info("%s: auto chose %s: %s", operation, implementation, reason)
+def told(operation: str, implementation: str, reason: str) -> str:
+    """`implementation`, logged with the reason the first time."""
+    logging.getLogger("adrl_kernels").info("%s runs on %s: %s", operation, implementation, reason)
     return implementation

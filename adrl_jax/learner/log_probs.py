@@ -6,7 +6,6 @@
 from typing import Any
 
 import jax
-
 from adrl_kernels.log_probs import api as op
 
 

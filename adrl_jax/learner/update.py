@@ -150,6 +150,7 @@ def make_update(
     valid_vocab: int | None = None,
     remat: bool = False,
     vocab_block: int | None = None,
+    kernels: str = "xla",
     drafter: DrafterLossConfig | None = None,
     drafter_optimizer: optax.GradientTransformation | None = None,
 ) -> Update:
@@ -161,7 +162,7 @@ def make_update(
         optimizer: of the policy, see `optimizer.make_optimizer`.
         mesh: with one axis, `data`.
         microbatch_rows: rows a device holds activations of at one time.
-        temperature, valid_vocab, remat, vocab_block: see `ForwardConfig`.
+        temperature, valid_vocab, remat, vocab_block, kernels: see `ForwardConfig`.
         drafter: train an EAGLE drafter on the same pass's hidden states.
         drafter_optimizer: required with and only with `drafter`.
 
@@ -173,7 +174,7 @@ def make_update(
     """
     return make_objective_update(
         model_config,
-        ForwardConfig(temperature, valid_vocab, remat, vocab_block),
+        ForwardConfig(temperature, valid_vocab, remat, vocab_block, kernels),
         grpo_objective(loss),
         optimizer,
         mesh,

@@ -14,6 +14,7 @@ import numpy as np
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.rollout import target
 from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
 from adrl_jax.rollout.tree_round import tree_round
 from adrl_jax.sampling import noise
@@ -34,6 +35,7 @@ class RoundConfig:
         verification: `coupled` or `rejection`.
         simulate_acceptance: benchmark aid: each draft stands with this probability, whatever it is. What comes out is no
             sample of anything. None decides by the law.
+        kernels: who computes the target's attention and draws, see `adrl_kernels.choice`; not `auto`.
     """
 
     model: ModelConfig
@@ -41,6 +43,7 @@ class RoundConfig:
     eos_ids: tuple[int, ...]
     verification: str = "coupled"
     simulate_acceptance: float | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         verify.check_method(self.verification)
@@ -146,22 +149,24 @@ def decode_round(
         {"params": params},
         jnp.concatenate([last, drafts], axis=1),
         positions,
-        attend=cached_attention(positions),
+        attend=target.attention_of(config, positions),
         cache=state.cache,
     )
     with jax.named_scope("verify"):
-        decide = verify.coupled if config.verification == "coupled" else verify.rejection
-        extra = {} if config.verification == "coupled" else {"log_q": log_q}
-        verdict = decide(
-            transformer.logits(params, hidden),
-            drafts,
-            count,
-            state.temperature,
-            state.request_keys,
-            positions + 1,
-            config.law,
-            **extra,
-        )
+        if config.verification == "coupled":
+            own = target.own_tokens(config, params, hidden, state.temperature, state.request_keys, positions + 1)
+            verdict = verify.matching(*own, drafts, count)
+        else:
+            verdict = verify.rejection(
+                transformer.logits(params, hidden),
+                drafts,
+                count,
+                state.temperature,
+                state.request_keys,
+                positions + 1,
+                config.law,
+                log_q=log_q,
+            )
         if config.simulate_acceptance is not None:
             verdict = _simulated(verdict, config.simulate_acceptance, count, state.request_keys, positions + 1)
         budget = jnp.where(running, state.limit - state.length, 0)

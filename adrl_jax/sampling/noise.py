@@ -20,7 +20,6 @@ import enum
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from adrl_kernels.noise import exponential_of_bits, hash_ids
 
 __all__ = [

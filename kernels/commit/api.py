@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-
 from adrl_kernels import choice
 from adrl_kernels.commit import pallas_gpu, pallas_tpu, reference
 from adrl_kernels.verify_attention.arguments import Cache, known
@@ -77,7 +76,9 @@ def _check(cache, keys, values, path, start, count) -> None:
     places, counts, chosen = known(start), known(count), known(path)
     if places is not None and counts is not None:
         if counts.min() < 0 or counts.max() > path.shape[1]:
-            raise ValueError(f"count contains {counts.min() if counts.min() < 0 else counts.max()}, must be 0 to {path.shape[1]}")
+            raise ValueError(
+                f"count contains {counts.min() if counts.min() < 0 else counts.max()}, must be 0 to {path.shape[1]}"
+            )
         ends = np.where(counts > 0, places + counts, 0)
         if ends.max() > cache.capacity or np.where(counts > 0, places, 0).min() < 0:
             raise ValueError(f"a commit to tokens up to {ends.max()} does not fit into the capacity {cache.capacity}")

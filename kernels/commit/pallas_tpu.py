@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-
 from adrl_kernels.plan import Operand, Plan, cdiv, forward_filled, round_up
 from adrl_kernels.verify_attention.arguments import Cache
+from jax.experimental import pallas as pl
 
 _BLOCK = 128
 MAX_PATH = 65

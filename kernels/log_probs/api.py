@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-
 from adrl_kernels import choice
 from adrl_kernels.log_probs import pallas_gpu, pallas_tpu, xla
 from adrl_kernels.log_probs.xla import Static, default_block

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-
 from adrl_kernels.log_probs.xla import Static
 from adrl_kernels.plan import Operand, Plan, cdiv, round_up
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 MAX_HIDDEN = 8192
 _LANES = 128

@@ -1,7 +1,6 @@
 """`sample_head`: from hidden states to drawn ids and their log-probs."""
 
 import jax
-
 from adrl_kernels import choice
 from adrl_kernels.sample_head import pallas_gpu, pallas_tpu, reference
 from adrl_kernels.sample_head.arguments import Draws, Norm, check

@@ -62,7 +62,9 @@ def check(hidden, weight, keys, temperature, by_row: bool, valid_vocab: int, dra
     if not isinstance(temperature, jax.core.Tracer | jax.ShapeDtypeStruct):
         values = np.asarray(temperature)
         if values.size and not (np.isfinite(values).all() and values.min() >= 0):
-            raise ValueError(f"temperature contains {values[~(np.isfinite(values) & (values >= 0))][0]}, must be finite and >= 0")
+            raise ValueError(
+                f"temperature contains {values[~(np.isfinite(values) & (values >= 0))][0]}, must be finite and >= 0"
+            )
 
 
 def minimum_bytes(hidden, weight, by_row: bool, valid_vocab: int) -> int:

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-
 from adrl_kernels.noise import gumbel_in_kernel, hash_ids
 from adrl_kernels.plan import Operand, Plan, cdiv, round_up
 from adrl_kernels.sample_head.arguments import Draws, Norm
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 MAX_DRAWS = 16
 MAX_HIDDEN = 16384

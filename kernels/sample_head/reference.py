@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from adrl_kernels.noise import exponential_of_bits, hash_ids
 from adrl_kernels.sample_head.arguments import Draws, Norm
 

@@ -1,7 +1,6 @@
 """`verify_attention`: what a verify pass (or, with one node, a decode step) asks of attention."""
 
 import jax
-
 from adrl_kernels import choice
 from adrl_kernels.verify_attention import pallas_gpu, pallas_tpu, xla
 from adrl_kernels.verify_attention.arguments import Cache, Nodes, check

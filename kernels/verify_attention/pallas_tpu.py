@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-
 from adrl_kernels.plan import Operand, Plan, cdiv, forward_filled, round_up
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 BLOCK = 128
 """Tokens of a block, where the cache has that many."""

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
 
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
 from adrl_kernels.verify_attention.reference import rows_of, visible_slots
 
@@ -20,9 +19,7 @@ def verify_attention(nodes: Nodes, cache: Cache, lengths: jax.Array) -> jax.Arra
 
     def product(x, y):
         y = y.reshape(flat, *y.shape[2:])
-        return jax.lax.dot_general(
-            x, y, (((2,), (1,)), ((0,), (0,))), precision=precision, preferred_element_type=jnp.float32
-        )
+        return jax.lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), precision=precision, preferred_element_type=jnp.float32)
 
     def scores(keys, seen):
         out = product(rows, keys).reshape(batch, kv_heads, count, heads // kv_heads, -1)

@@ -1,11 +1,9 @@
 """Inputs for all kernel tests, with NaN wherever nothing may be read, and the ways each kernel can run on a CPU."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
-
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
+from jax.experimental.pallas import tpu as pltpu
 
 TPU_INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
@@ -73,7 +71,10 @@ def attention_case(
         table = np.where(np.arange(pages) * page < lengths[:, None], order, -7).astype(np.int32)
     stored = jnp.int8 if int8 else dtype
     nodes = Nodes(
-        *(jnp.asarray(draw(batch, count, h, dim) * f, dtype) for h, f in ((kv_heads * group, dim**-0.5), (kv_heads, 1), (kv_heads, 1))),
+        *(
+            jnp.asarray(draw(batch, count, h, dim) * f, dtype)
+            for h, f in ((kv_heads * group, dim**-0.5), (kv_heads, 1), (kv_heads, 1))
+        ),
         jnp.asarray(sees),
         None if first is None else jnp.asarray(first),
     )
