@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from adrl_kernels import choice
 
 from adrl_jax.bandit.base import Bandit, signature
 from adrl_jax.bandit.beg import beg, beg_static
@@ -255,6 +256,10 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
     learner_devices, generator_device = devices.groups(c)
+    try:
+        choice.check_platform(c.kernels.implementation, "kernels.implementation")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     target = policy(c, ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adrl_kernels.choice import IMPLEMENTATIONS
 from ml_collections import config_dict
 
 from adrl_jax.models.families import FAMILIES
@@ -294,6 +295,18 @@ class Runtime:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Who computes verify passes and the learner's log-probs."""
+
+    implementation: str = option(
+        "auto",
+        "`xla`; the Pallas kernels `pallas_tpu`, `pallas_gpu`, or `interpret` (those for TPU as plain operations, for tests); "
+        "`auto` takes what suits this machine and logs its choice once",
+        choices=IMPLEMENTATIONS,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -310,6 +323,7 @@ class Config:
     warm_start: WarmStart = dataclasses.field(default_factory=WarmStart)
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
+    kernels: Kernels = dataclasses.field(default_factory=Kernels)
     runtime: Runtime = dataclasses.field(default_factory=Runtime)
 
 

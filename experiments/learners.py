@@ -20,7 +20,7 @@ from adrl_jax.rewards import reward_model
 from adrl_jax.runtime.experience import Experience
 from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.types import PackedBatch, Rollout
-from experiments import learner_rules, resolve
+from experiments import learner_rules, resolve, rules
 from experiments.config import Config
 
 _ADVANTAGES = {
@@ -108,6 +108,7 @@ def build(c: Config, target: Policy, eagle: Eagle | None, mesh: jax.sharding.Mes
         valid_vocab=valid_vocab,
         remat=x.remat,
         vocab_block=x.vocab_block or None,
+        kernels=rules.learner_kernels(c),
         drafter=resolve.drafter_loss_config(c),
         drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
     )

@@ -57,6 +57,7 @@ def engine_config(c: Config, eos_ids: tuple[int, ...], valid_vocab: int) -> Engi
         prefill_bucket=r.prefill_bucket,
         prefill_chunk=r.prefill_chunk or None,
         admission=r.admission,
+        kernels=c.kernels.implementation,
     )
 
 

@@ -71,6 +71,18 @@ def check(c: Any) -> None:
     _check_rollout(c)
     _check_bandit(c)
     _check_runtime(c)
+    chosen = c.kernels.implementation
+    require(
+        chosen in ("auto", "xla") or c.learner.devices == 1,
+        "kernels.implementation",
+        chosen,
+        f"auto or xla with learner.devices={c.learner.devices}: the kernels run on one device each",
+    )
+
+
+def learner_kernels(c: Any) -> str:
+    """`kernels.implementation` as the learner takes it: over several devices XLA's own operations, which it can split."""
+    return "xla" if c.kernels.implementation == "auto" and c.learner.devices > 1 else c.kernels.implementation
 
 
 def _check_sizes(c: Any) -> None:

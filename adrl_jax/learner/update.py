@@ -165,6 +165,7 @@ def make_update(
     valid_vocab: int | None = None,
     remat: bool = False,
     vocab_block: int | None = None,
+    kernels: str = "xla",
     drafter: DrafterLossConfig | None = None,
     drafter_optimizer: optax.GradientTransformation | None = None,
     ess_base: float = 0.0,
@@ -177,7 +178,7 @@ def make_update(
         optimizer: of the policy, see `optimizer.make_optimizer`.
         mesh: with one axis, `data`.
         microbatch_rows: rows a device holds activations of at one time.
-        temperature, valid_vocab, remat, vocab_block: see `ForwardConfig`.
+        temperature, valid_vocab, remat, vocab_block, kernels: see `ForwardConfig`.
         drafter: train an EAGLE drafter on the same pass's hidden states.
         drafter_optimizer: required with and only with `drafter`.
         ess_base: share of effective responses below which the learning rate shrinks, see `ess_scale`; 0 leaves it alone.
@@ -191,7 +192,7 @@ def make_update(
     """
     return make_objective_update(
         model_config,
-        ForwardConfig(temperature, valid_vocab, remat, vocab_block),
+        ForwardConfig(temperature, valid_vocab, remat, vocab_block, kernels),
         policy_objective(loss),
         optimizer,
         mesh,

@@ -1,5 +1,6 @@
 """Generating responses with one published policy, any number of drafters and a controller that chooses among them."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.rollout import admission, refresh
+from adrl_jax.rollout import admission, refresh, target
 from adrl_jax.rollout.programs import Programs
 from adrl_jax.rollout.round import drafter_or_none
 from adrl_jax.rollout.served import Flow, GenerateResult, Served
@@ -36,7 +37,8 @@ class Engine:
             drafters: by name; every strategy's drafter must be there.
 
         Raises:
-            ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's.
+            ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's;
+                the kernels cannot serve the model or do not run here.
         """
         self.model_config, self.config = model_config, config
         self.drafters = dict(drafters or {})
@@ -52,6 +54,8 @@ class Engine:
             raise ValueError(f"EngineConfig.eos_ids contains {past[0]}, which is not below the model's vocab_size={vocab}")
         if config.max_length is not None and config.max_length > limit:
             raise ValueError(f"EngineConfig.max_length={config.max_length} exceeds the model's max_positions={limit}")
+        kernels = target.resolve(config.kernels, model_config, config.strategies, config.max_batch)
+        self.config = dataclasses.replace(config, kernels=kernels)
         self.programs = Programs()
         self.drafter_version = -1
         self._served: Served | None = None

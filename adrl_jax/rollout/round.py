@@ -14,6 +14,7 @@ import numpy as np
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.rollout import target
 from adrl_jax.rollout.shared_slots import UNSURE, share_out, shared_pass
 from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
 from adrl_jax.rollout.tree_round import tree_round
@@ -35,6 +36,7 @@ class RoundConfig:
         verification: `coupled` or `rejection`.
         simulate_acceptance: benchmark aid: each draft stands with this probability, whatever it is. What comes out is no
             sample of anything. None decides by the law.
+        kernels: who computes the target's attention and draws, see `adrl_kernels.choice`; not `auto`.
     """
 
     model: ModelConfig
@@ -42,6 +44,7 @@ class RoundConfig:
     eos_ids: tuple[int, ...]
     verification: str = "coupled"
     simulate_acceptance: float | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         verify.check_method(self.verification)
@@ -154,20 +157,10 @@ def decode_round(
         log_chance = jnp.full(drafts.shape, UNSURE) if log_q is None else log_q[..., 0]
         shares = share_out(log_chance, count, running, drafts.shape[0] * strategy.verify_tokens)
         count = shares.drafts
-        verdict, hidden, cache = shared_pass(
-            config.model,
-            config.law,
-            params,
-            state.cache,
-            chain,
-            state.length - 1,
-            shares,
-            state.temperature,
-            state.request_keys,
-        )
+        verdict, hidden, cache = shared_pass(config, params, chain, shares, state)
     else:
         hidden, cache = transformer.Transformer(config.model).apply(
-            {"params": params}, chain, positions, attend=cached_attention(positions), cache=state.cache
+            {"params": params}, chain, positions, attend=target.attention_of(config, positions), cache=state.cache
         )
         verdict = _verdict(config, params, hidden, drafts, count, log_q, positions + 1, state)
     with jax.named_scope("verify"):
@@ -196,11 +189,11 @@ def decode_round(
 
 
 def _verdict(config, params, hidden, drafts, count, log_q, positions, state) -> verify.Verdict:
-    decide = verify.coupled if config.verification == "coupled" else verify.rejection
-    extra = {} if config.verification == "coupled" else {"log_q": log_q}
+    where = (state.temperature, state.request_keys, positions)
     with jax.named_scope("verify"):
-        logits = transformer.logits(params, hidden)
-        return decide(logits, drafts, count, state.temperature, state.request_keys, positions, config.law, **extra)
+        if config.verification == "coupled":
+            return verify.matching(*target.own_tokens(config, params, hidden, *where), drafts, count)
+        return verify.rejection(transformer.logits(params, hidden), drafts, count, *where, config.law, log_q=log_q)
 
 
 def tally(accepted: jax.Array, offered: jax.Array, running: jax.Array, bad: jax.Array, depth: int) -> Tally:

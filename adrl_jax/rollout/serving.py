@@ -73,7 +73,7 @@ class Serving(Entrance):
         self.readers = references.readers(served.drafters)
         law = Law.of(sampling, config.valid_vocab)
         self.round_config = rounds.RoundConfig(
-            served.model, law, config.eos_ids, config.verification, config.simulate_acceptance
+            served.model, law, config.eos_ids, config.verification, config.simulate_acceptance, config.kernels
         )
         self.bandit_key = jax.random.fold_in(jax.random.key(config.seed), served.version)
         self.deepest = max(1, *(s.depth for s in config.strategies))

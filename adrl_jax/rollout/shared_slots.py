@@ -8,20 +8,22 @@ chance never exceeds that of the draft before it, so what is chosen of a row is 
 Which drafts are verified changes nothing about what is committed, for coupled verification: it only moves the place at which
 a row stops.
 
-Shapes: `B` rows, `N` depth + 1, `P` slots of the pass, `B * verify_tokens`; `H` hidden size, `V` vocabulary size.
+Shapes: `B` rows, `N` depth + 1, `P` slots of the pass, `B * verify_tokens`; `H` hidden size.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from adrl_jax.models import transformer
-from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.kv_cache import KVCache, cached_attention
-from adrl_jax.sampling import noise
-from adrl_jax.sampling.law import Law, choose
+from adrl_jax.models.kv_cache import KVCache
+from adrl_jax.rollout import target
+from adrl_jax.rollout.state import RolloutState
 from adrl_jax.speculation import verify
+
+if TYPE_CHECKING:
+    from adrl_jax.rollout.round import RoundConfig
 
 UNSURE = -0.1
 """Log-chance of each draft of a drafter that has no law: all rows are worth the same, shallow drafts more than deep ones."""
@@ -60,15 +62,7 @@ def share_out(log_chance: jax.Array, count: jax.Array, running: jax.Array, slots
 
 
 def shared_pass(
-    model: ModelConfig,
-    law: Law,
-    params: Any,
-    cache: KVCache,
-    chain: jax.Array,
-    start: jax.Array,
-    shares: Shares,
-    temperature: jax.Array,
-    request_keys: jax.Array,
+    config: "RoundConfig", params: Any, chain: jax.Array, shares: Shares, state: RolloutState
 ) -> tuple[verify.Verdict, jax.Array, KVCache]:
     """Runs the chosen tokens through the target and keeps drafts as long as they are what it draws itself.
 
@@ -76,17 +70,14 @@ def shared_pass(
 
     Args:
         chain: int32 `[B, N]`, the last committed token and the drafts.
-        start: int32 `[B]`, its position.
         shares: see `share_out`.
-        temperature: float32 `[B]`.
-        request_keys: uint32 `[B, 2]`.
 
     Returns:
         the verdict `[B, N]`, hidden states `[B, N, H]` (0 where there was no slot), and the cache.
     """
     rows, places = shares.rows, shares.places
-    positions = start[:, None] + jnp.arange(chain.shape[1], dtype=jnp.int32)
-    grid_attention = cached_attention(positions)
+    positions = (state.length - 1)[:, None] + jnp.arange(chain.shape[1], dtype=jnp.int32)
+    grid_attention = target.attention_of(config, positions)
 
     def on_grid(x):
         return jnp.zeros((*chain.shape, *x.shape[2:]), x.dtype).at[rows, places].set(x[0])
@@ -95,13 +86,11 @@ def shared_pass(
         out, cache = grid_attention(*map(on_grid, (q, k, v)), **where)
         return out[rows, places][None], cache
 
-    hidden, cache = transformer.Transformer(model).apply(
-        {"params": params}, chain[rows, places][None], positions[rows, places][None], attend=attend, cache=cache
+    hidden, cache = transformer.Transformer(config.model).apply(
+        {"params": params}, chain[rows, places][None], positions[rows, places][None], attend=attend, cache=state.cache
     )
     with jax.named_scope("verify"):
-        keys = noise.position_keys(request_keys[rows], positions[rows, places][:, None] + 1, noise.Role.TARGET)
-        logits = transformer.logits(params, hidden)[0][:, None]
-        tokens, log_probs = (on_grid(x.T) for x in choose(logits, temperature[rows], keys, law))
-        verified = jnp.arange(chain.shape[1] - 1) < shares.drafts[:, None]
-        stood = jnp.cumprod(((tokens[:, :-1] == chain[:, 1:]) & verified).astype(jnp.int32), axis=1)
-    return verify.Verdict(tokens, log_probs, 1 + jnp.sum(stood, axis=1)), on_grid(hidden), cache
+        where = (state.temperature[rows], state.request_keys[rows], positions[rows, places][:, None] + 1)
+        own = target.own_tokens(config, params, hidden[0][:, None], *where)
+        verdict = verify.matching(*(on_grid(x.T) for x in own), chain[:, 1:], shares.drafts)
+    return verdict, on_grid(hidden), cache

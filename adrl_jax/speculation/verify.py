@@ -89,7 +89,11 @@ def coupled(
         law: static.
     """
     keys = noise.position_keys(request_keys, positions, Role.TARGET)
-    tokens, log_probs = choose(logits, temperature, keys, law)
+    return matching(*choose(logits, temperature, keys, law), drafts, draft_count)
+
+
+def matching(tokens: jax.Array, log_probs: jax.Array, drafts: jax.Array, draft_count: jax.Array) -> Verdict:
+    """`coupled` once the target's own tokens (int32 `[B, N]`) and their log-probs are known."""
     stands = (tokens[:, :-1] == drafts) & _usable(drafts, draft_count)
     return Verdict(tokens, log_probs, _leading(stands) + 1)
 
