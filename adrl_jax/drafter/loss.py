@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from adrl_jax.drafter.importance import KINDS, target_weights
 from adrl_jax.drafter.law_loss import LawLoss, law_loss
 from adrl_jax.drafter.unroll import guesses
 from adrl_jax.learner.attention import Reach
@@ -42,6 +43,9 @@ class DrafterLossConfig:
         overlap_weight: of the total variation distance between the two.
         depths: draft depths that are trained; 1 trains on true hidden states alone.
         depth_decay: each further depth counts this times the one before.
+        importance_weights: `none`, `token` or `prefix`: how targets of responses that another policy drew are weighted, see
+            `importance`.
+        importance_cap: no weight is larger.
     """
 
     feature_weight: float = 1.0
@@ -49,6 +53,8 @@ class DrafterLossConfig:
     overlap_weight: float = 0.0
     depths: int = 1
     depth_decay: float = 0.8
+    importance_weights: str = "none"
+    importance_cap: float = 2.0
 
     def __post_init__(self):
         for name in ("feature_weight", "token_weight", "overlap_weight"):
@@ -60,6 +66,10 @@ class DrafterLossConfig:
             raise ValueError(f"depths={self.depths!r} must be an integer >= 1")
         if not 0 < self.depth_decay <= 1:
             raise ValueError(f"depth_decay={self.depth_decay!r} must be in (0, 1]")
+        if self.importance_weights not in KINDS:
+            raise ValueError(f"importance_weights={self.importance_weights!r} is unknown; choose one of {', '.join(KINDS)}")
+        if not self.importance_cap > 0:
+            raise ValueError(f"importance_cap={self.importance_cap!r} must be > 0")
 
 
 def smooth_l1(predicted: jax.Array, target: jax.Array) -> jax.Array:
@@ -80,7 +90,8 @@ def packed_drafter_loss(
 ) -> Loss:
     """The loss of packed rows.
 
-    Its sums are those of depth 1, `feature_loss`, `token_loss` and `agreement` (sum_v min(p, q), the best acceptance any
+    The numerator is weighted as `config.importance_weights` says (current law over the batch's behaviour log-probs), the
+    denominator and the sums, which are for logs, are not. The sums are those of depth 1, `feature_loss`, `token_loss` and `agreement` (sum_v min(p, q), the best acceptance any
     verification could reach on these places), and for each further depth d `agreement_d` and `targets_d`, over how many targets
     that is: a draft of depth d needs d - 1 response tokens before it.
 
@@ -97,12 +108,25 @@ def packed_drafter_loss(
     each = config.feature_weight * feature + laws.value
     weights = config.depth_decay ** jnp.arange(config.depths, dtype=jnp.float32)
 
+    if config.importance_weights != "none":
+        ratio = target_weights(
+            config.importance_weights,
+            config.importance_cap,
+            out.log_probs,
+            batch.log_probs,
+            batch.target_mask,
+            batch.rollout_index,
+        )
+        each = each * ratio
+
     def total(x):
         return jnp.sum(jnp.where(usable, x, 0.0), axis=(1, 2))
 
     counts = jnp.sum(usable, axis=(1, 2), dtype=jnp.float32)
     overlap = total(laws.overlap)
     sums = {"feature_loss": total(feature)[0], "token_loss": total(laws.cross_entropy)[0], "agreement": overlap[0]}
+    if config.importance_weights != "none":
+        sums["weight"] = total(ratio)[0]
     for i in range(1, config.depths):
         sums |= {f"agreement_{i + 1}": overlap[i], f"targets_{i + 1}": counts[i]}
     return Loss(jnp.sum(weights * total(each)), counts[0], jax.lax.stop_gradient(sums), {})

@@ -31,16 +31,21 @@ class Lesson(NamedTuple):
     """One batch of packed rows and what the policy made of them; numpy leaves.
 
     Attributes:
-        batch: its `log_probs` are those of the policy that made `hidden`, under the law at `temperature`.
-        hidden: `[M, T, H]`, final-norm hidden states in the compute dtype.
+        batch: its `log_probs` are those of the law that drew the tokens, at `temperature`.
+        hidden: `[M, T, C]`, what the drafter reads of the policy (`eagle.Eagle.taps`), in the compute dtype.
         temperature: of the sampling law.
         reach: see `attention.reach_of`.
+        log_probs: `[M, U]`, of the targets under the law of the policy that made `hidden`, where the batch's own are those of
+            another policy (the one that drew them); None where they are the same.
+        version: of the policy that made `hidden`.
     """
 
     batch: PackedBatch
     hidden: np.ndarray
     temperature: float
     reach: Reach
+    log_probs: np.ndarray | None = None
+    version: int = 0
 
     @property
     def tokens(self) -> int:
@@ -139,9 +144,9 @@ def make_step(
     value = _loss_of(config, loss, valid_vocab)
 
     @functools.partial(jax.jit, static_argnames=("temperature", "reach"), donate_argnums=0)
-    def run(state: WarmupState, fixed, params, batch, hidden, *, temperature, reach):
+    def run(state: WarmupState, fixed, params, batch, hidden, log_probs, *, temperature, reach):
         def objective(trained):
-            out = value(trained, fixed, params, batch, hidden, temperature, reach)
+            out = value(trained, fixed, params, batch, hidden, log_probs, temperature, reach)
             return out.numerator, out
 
         grads, out = jax.grad(objective, has_aux=True)(state.trained)
@@ -160,7 +165,7 @@ def make_step(
         return new, _means(out) | {"grad_norm": norm}
 
     def step(state: WarmupState, fixed: Any, params: Any, lesson: Lesson):
-        return run(state, fixed, params, lesson.batch, lesson.hidden, temperature=lesson.temperature, reach=lesson.reach)
+        return run(state, fixed, params, *arrays_of(lesson), temperature=lesson.temperature, reach=lesson.reach)
 
     return step
 
@@ -170,20 +175,26 @@ def make_measure(config: ModelConfig, loss: DrafterLossConfig, *, valid_vocab: i
     value = _loss_of(config, loss, valid_vocab)
 
     @functools.partial(jax.jit, static_argnames=("temperature", "reach"))
-    def run(trained, fixed, params, batch, hidden, *, temperature, reach):
-        return value(trained, fixed, params, batch, hidden, temperature, reach)
+    def run(trained, fixed, params, batch, hidden, log_probs, *, temperature, reach):
+        return value(trained, fixed, params, batch, hidden, log_probs, temperature, reach)
 
     def measure(drafter_params: Any, params: Any, lessons: Sequence[Lesson]) -> dict[str, float]:
         trained, fixed = eagle.split(drafter_params)
-        parts = [run(trained, fixed, params, x.batch, x.hidden, temperature=x.temperature, reach=x.reach) for x in lessons]
+        parts = [run(trained, fixed, params, *arrays_of(x), temperature=x.temperature, reach=x.reach) for x in lessons]
         return {name: float(x) for name, x in _means(jax.tree.map(lambda *x: sum(x), *parts)).items()}
 
     return measure
 
 
+def arrays_of(lesson: Lesson) -> tuple[PackedBatch, np.ndarray, np.ndarray]:
+    """What of a lesson goes to the device: the batch, the hidden states, and the log-probs under their own law."""
+    own = lesson.batch.log_probs if lesson.log_probs is None else lesson.log_probs
+    return lesson.batch, lesson.hidden, own
+
+
 def _loss_of(config: ModelConfig, loss: DrafterLossConfig, valid_vocab: int | None) -> Callable[..., Loss]:
-    def value(trained, fixed, params, batch, hidden, temperature, reach) -> Loss:
-        out = Forward(hidden, batch.log_probs, jnp.zeros_like(batch.log_probs))
+    def value(trained, fixed, params, batch, hidden, log_probs, temperature, reach) -> Loss:
+        out = Forward(hidden, log_probs, jnp.zeros_like(log_probs))
         forward = ForwardConfig(temperature, valid_vocab)
         return packed_drafter_loss(loss, {**trained, **fixed}, params, config, forward, out, batch, reach)
 

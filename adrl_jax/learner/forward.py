@@ -31,6 +31,7 @@ class ForwardConfig:
             a third more work.
         vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
         kernels: who computes log-probs from hidden states, see `adrl_kernels.choice`.
+        taps: after how many layers further hidden states are kept, for drafters that read several (`eagle3`).
     """
 
     temperature: float = 1.0
@@ -38,6 +39,7 @@ class ForwardConfig:
     remat: bool = False
     vocab_block: int | None = None
     kernels: str = "xla"
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not 0 < self.temperature < float("inf"):
@@ -53,7 +55,7 @@ class Forward(NamedTuple):
     """What a pass over packed rows yields.
 
     Attributes:
-        hidden: `[M, T, H]`, final-norm hidden states.
+        hidden: `[M, T, H]`, final-norm hidden states; with taps `[M, T, (1 + taps) H]`, those of the taps behind them.
         log_probs: float32 `[M, U]`, of the targets at the sampling temperature.
         entropy: float32 `[M, U]`, nats, of the laws they come from.
     """
@@ -64,9 +66,16 @@ class Forward(NamedTuple):
 
 
 def hidden_states(
-    params: Any, model_config: ModelConfig, batch: PackedBatch, *, reach: Reach | None = None, remat: bool = False
+    params: Any,
+    model_config: ModelConfig,
+    batch: PackedBatch,
+    *,
+    reach: Reach | None = None,
+    remat: bool = False,
+    taps: tuple[int, ...] = (),
 ) -> jax.Array:
-    """Final-norm hidden states `[M, T, H]` of packed rows: what `Transformer` computes, traced once a kind of layer.
+    """Final-norm hidden states `[M, T, H]` of packed rows (with `taps`, those of the taps behind them): what `Transformer`
+    computes, traced once a kind of layer.
 
     Rows are laid end to end, so that every matrix product, forward and backward, is a plain two-dimensional one.
     """
@@ -89,9 +98,14 @@ def hidden_states(
 
     x = embed_tokens(params["embedding"], batch.token_ids.reshape(1, -1), c)
     ropes = model_ropes(c, batch.positions.reshape(1, -1))
+    tapped = []
     for i in range(c.num_layers):
         x = layer_like(c.is_local(i))(params[f"layer_{i}"], x, (ropes[c.is_local(i)], rows))
+        if i + 1 in taps:
+            tapped.append(x)
     x = Norm(c.norm, c.norm_eps, c.norm_offset).apply({"params": params["final_norm"]}, x)
+    if tapped:
+        x = jnp.concatenate([x, *tapped], axis=-1)
     return x.reshape(*batch.token_ids.shape, -1)
 
 
@@ -110,8 +124,8 @@ def forward(
     entropy_gradient: bool = False,
 ) -> Forward:
     """Runs the policy over packed rows. Only response positions meet the vocabulary projection."""
-    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat)
-    sources = source_hidden(hidden, batch)
+    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat, taps=config.taps)
+    sources = source_hidden(hidden[..., : model_config.hidden_size] if config.taps else hidden, batch)
     log_probs, entropy = token_log_probs(
         params,
         sources.reshape(-1, sources.shape[-1]),

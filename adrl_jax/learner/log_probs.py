@@ -10,7 +10,9 @@ from adrl_kernels.log_probs import api as op
 
 
 def head_matrix(params: Any) -> tuple[jax.Array, bool]:
-    """The output projection and whether it is stored `[V, H]` (a tied embedding) rather than `[H, V]`."""
+    """The output projection and whether it is stored `[V, H]` (a tied embedding, a served head) rather than `[H, V]`."""
+    if "head_t" in params:
+        return params["head_t"], True
     return (params["head"], False) if "head" in params else (params["embedding"], True)
 
 
