@@ -252,7 +252,7 @@ class _Run:
             result = dataclasses.replace(
                 further, rollouts=[*result.rollouts, *further.rollouts], stats=result.stats.then(further.stats)
             )
-        scored = chosen if c.max_refills else scored
+        drawn, scored = scored, chosen if c.max_refills else scored
         with watch.phase("pack"):
             version = int(state.learner.version)
             learner, scored, batches, facts = parts.prepare(state.learner, scored, step)
@@ -262,7 +262,7 @@ class _Run:
         self.state = state._replace(learner=learner, bandit=result.bandit_state, cursor=after, step=np.int32(step))
         with watch.phase("sync"):
             self._publish()
-        row = collect.metrics(scored) | numbers.of_updates(updates) | facts
+        row = collect.metrics(drawn) | numbers.of_updates(updates) | facts
         row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies) | {"rollout/refills": float(refills)}
         row["frac_zero_adv_groups"] = scored.frac_zero_std
         self.health.watch(row)
