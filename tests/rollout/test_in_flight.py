@@ -6,10 +6,11 @@ from rollout_world import DRAFTERS, EOS, SEED, TARGET, VALID, make_requests
 from test_refresh import generate, perturbed
 
 from adrl_jax.bandit.fixed import fixed
-from adrl_jax.rollout import ties
+from adrl_jax.rollout import declared, ties
 from adrl_jax.rollout.engine import Engine, EngineConfig, Flow
 from adrl_jax.rollout.in_flight import Versions
 from adrl_jax.sampling import noise
+from adrl_jax.sampling.law import Law
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import SamplingParams
 
@@ -119,7 +120,23 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(engine, world):
     alone = generate_plain(engine, world, requests)
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in alone]
     assert [r.sample for r in rollouts] == [r.sample for r in requests] and sum(idle_calls) >= 2
-    assert any(key[0] == "more_rows" for key in engine.programs.keys())
+    kinds = {key[0] for key in engine.programs.keys()}
+    assert {"more_rows", "rewrite"} <= kinds
+    law = Law.of(SamplingParams(1.0), VALID)
+    known = declared.programs(engine.config, 60, 20, engine.drafters, law, flow=True)
+    assert not [key for key in engine.programs.keys() if key not in set().union(*known.values())]
+
+
+def test_new_drafter_weights_alone_change_no_version_and_no_token(engine, world):
+    requests = make_requests(budgets=(6, 14), samples=2)
+    plain = generate_plain(engine, world, requests)
+    engine.publish_drafter({"eagle": world.random_drafter_params["eagle"]}, 7)
+    assert (engine.version, engine.drafter_version) == (10, 7)
+    again = generate(engine, requests, ARMS[1], sampling=SamplingParams(1.0)).rollouts
+    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in plain]
+    assert {v for r in again for v in r.policy_versions.tolist()} == {10}
+    with pytest.raises(ValueError, match="call publish first"):
+        Engine(TARGET, engine.config, engine.drafters).publish_drafter({}, 1)
 
 
 def test_versions_by_marks():
