@@ -84,6 +84,17 @@ def test_a_half_finished_response_goes_on_where_it_stopped(stale):
     assert all(np.abs(a.log_probs - b.log_probs).max() < 1e-4 for a, b in zip(result.rollouts, fresh))
 
 
+@pytest.mark.parametrize("length", [1, 32, 33])
+def test_prompts_that_end_where_a_piece_of_the_pass_ends(stale, length):
+    _, _, engine, _ = stale
+    prompt = Prompt(7, np.random.default_rng(length).integers(6, 57, length))
+    requests = [Request(prompt, 0, s, 0, 12) for s in range(2)]
+    fresh = generate(engine, requests).rollouts
+    result = generate(engine, refresh.requests_for(fresh, requests))
+    assert [r.token_ids.tolist() for r in result.rollouts] == [r.token_ids.tolist() for r in fresh]
+    assert result.stats.drafts[1] == result.stats.drafts[0] and not result.stats.launches
+
+
 def test_drafts_that_cannot_be_verified_are_refused(stale):
     requests, old, engine, _ = stale
     too_long = dataclasses.replace(requests[0], draft=np.full(99, 7))
