@@ -1,12 +1,19 @@
 """New weights between the launches of running requests: every token is the draw of the version it says."""
 
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_world import DRAFTERS, EOS, SEED, TARGET, VALID, make_requests
 from test_refresh import generate, perturbed
 
 from adrl_jax.bandit.fixed import fixed
-from adrl_jax.rollout import declared, ties
+from adrl_jax.models import transformer
+from adrl_jax.models.kv_cache import masked_attention
+from adrl_jax.rollout import declared
 from adrl_jax.rollout.engine import Engine, EngineConfig, Flow
 from adrl_jax.rollout.in_flight import Versions
 from adrl_jax.sampling import noise
@@ -16,6 +23,31 @@ from adrl_jax.types import SamplingParams
 
 ARMS = (OFF, Strategy("eagle", 3))
 SETTINGS = dict(max_batch=8, batch_buckets=(2, 8), cache_bucket=64, rounds_per_launch=2)
+
+
+@functools.cache
+def _forward64(config, length):
+    wide = dataclasses.replace(config, dtype="float64")
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attend(q, k, v, *, layer, window, cache):
+        seen = places[..., None] >= places[:, None]
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
+
+    def run(params, ids):
+        hidden, _ = transformer.Transformer(wide).apply({"params": params}, ids[None], places, attend=attend)
+        return transformer.logits(params, hidden[0])
+
+    return jax.jit(run)
+
+
+def all_logits(config, params, token_ids, length):
+    """Float64 logits after each token, from one program: the text is padded to `length`."""
+    ids = np.zeros(length, np.int32)
+    ids[: len(token_ids)] = token_ids
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        return np.asarray(_forward64(config, length)(wide, ids))[: len(token_ids)]
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +83,20 @@ def check_tokens(rollouts, weights, tolerance):
         assert (np.diff(r.policy_versions) >= 0).all()
         mixed += len(set(r.policy_versions.tolist())) > 1
         key = noise.request_keys(SEED, r.prompt_id, r.visit, r.sample)
-        for place in range(r.response_length):
+        logits = {v: all_logits(TARGET, weights[v - 10], r.token_ids, 64)[:, :VALID] for v in set(r.policy_versions.tolist())}
+        for place, version in enumerate(r.policy_versions.tolist()):
             position = r.prompt_length + place
-            logits = ties.position_logits(TARGET, weights[r.policy_versions[place] - 10], r.token_ids[:position])[:VALID]
+            own = logits[version][position - 1]
             u = (noise.bits(noise.position_keys(key, np.array([[position]]), noise.Role.TARGET)[0, 0], VALID) + 0.5) * 2.0**-32
-            scores = logits - np.log(-np.log1p(-u))
+            scores = own - np.log(-np.log1p(-u))
             assert scores.max() - scores[r.token_ids[position]] < tolerance
-            law = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            law = own - own.max() - np.log(np.exp(own - own.max()).sum())
             assert abs(law[r.token_ids[position]] - r.log_probs[place]) < max(tolerance, 1e-4)
     return mixed
 
 
 def test_a_recomputed_cache_gives_the_new_versions_own_tokens(engine, world):
-    requests = make_requests(budgets=(6, 20, 17, 2, 12), samples=1)
+    requests = make_requests(budgets=(6, 36, 30, 2, 24), samples=1)
     for arm in ARMS:
         rollouts, weights = run(engine, world, requests, "recompute", arm)
         assert check_tokens(rollouts, weights, 1e-3) >= 2
@@ -73,7 +106,7 @@ def test_a_recomputed_cache_gives_the_new_versions_own_tokens(engine, world):
 
 def test_a_kept_cache_says_so_in_versions_and_draws_what_it_says(engine, world):
     """Tokens before the first swap are version 10's; later ones come from a law that no single version has."""
-    requests = make_requests(budgets=(6, 20, 17, 2, 12), samples=1)
+    requests = make_requests(budgets=(6, 36, 30, 2, 24), samples=1)
     kept, _ = run(engine, world, requests, "keep")
     plain = generate_plain(engine, world, requests)
     swapped = False

@@ -111,8 +111,8 @@ def test_drafts_that_cannot_be_verified_are_refused(stale):
 def test_the_law_of_refreshed_rollouts_is_the_new_policys():
     """Five tokens, two positions: all 25 pairs against float64 enumeration, chi-square at 24 degrees of freedom."""
     tiny = ModelConfig("llama", 5, 8, 16, 1, 2, 1, 4, max_positions=16)
-    old = jax.tree.map(lambda x: x * 25 if x.ndim == 2 else x, init_params(tiny, jax.random.key(0)))
-    new = perturbed(old, 0.4)
+    old = jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, init_params(tiny, jax.random.key(0)))
+    new = perturbed(old, 0.3)
     count = 6000
     config = EngineConfig(7, (), None, (OFF,), max_batch=512, batch_buckets=(512,), prefill_batch=512, cache_bucket=8)
     engine = Engine(tiny, config)
@@ -123,7 +123,7 @@ def test_the_law_of_refreshed_rollouts_is_the_new_policys():
     engine.publish(engine_layout(new, tiny), 1)
     result = generate(engine, refresh.requests_for(stale, requests), sampling=SamplingParams(1.0))
     reused = result.stats.drafts[1] / (2 * count)
-    assert 0.2 < reused < 0.9
+    assert 0.2 < reused < 0.97
 
     def law(ids):
         logits = ties.position_logits(tiny, engine_layout(new, tiny), np.array(ids))
