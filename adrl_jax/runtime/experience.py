@@ -115,8 +115,8 @@ class Experience:
         log_probs: Callable[..., Any],
         scalars: Callable[..., Any] | None = None,
     ):
-        self.config, self._advantage, self._pack = config, advantage, pack
-        self._log_probs, self._scalars = log_probs, scalars
+        self.config, self.advantage, self.pack = config, advantage, pack
+        self.log_probs, self.scalars = log_probs, scalars
 
     def __call__(self, learner: LearnerState, scored: Scored, step: int) -> Prepared:
         c = self.config
@@ -175,7 +175,7 @@ class Experience:
         if c.baseline_weights:
             moved = [(p - r.log_probs).sum() if len(p) else 0.0 for p, r in zip(measured["proximal"], rollouts)]
             extra = {"weights": np.exp(np.clip(moved, -20, 20)), "squared_norms": [r.response_length for r in rollouts]}
-        found = self._advantage(rewards, groups, valid=usable, **extra)
+        found = self.advantage(rewards, groups, valid=usable, **extra)
         if c.drop_zero_variance:
             dead = [g for g in np.unique(groups) if not np.any(found.values[(groups == g) & found.valid])]
             found = dataclasses.replace(found, valid=found.valid & ~np.isin(groups, dead))
@@ -214,7 +214,7 @@ class Experience:
         empty = [np.zeros(0, np.float32) for _ in rollouts]
         out = {name: list(empty) for name in (*names, "after")}
         for members in self._split(rollouts, chosen):
-            batch = self._pack([rollouts[i] for i in members], np.zeros(len(members), np.float32), int(learner.version))
+            batch = self.pack([rollouts[i] for i in members], np.zeros(len(members), np.float32), int(learner.version))
             for name, values in self._passes(learner, batch, names).items():
                 for i, value in zip(members, packing.unpack_targets(batch, values, len(members)), strict=True):
                     out[name][i] = value
@@ -223,17 +223,17 @@ class Experience:
     def _passes(self, learner: LearnerState, batch: PackedBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
         found = {}
         if "reference" in names:
-            found["reference"] = np.asarray(self._log_probs(learner.reference, batch)[0])
+            found["reference"] = np.asarray(self.log_probs(learner.reference, batch)[0])
         if "proximal" in names:
-            found["proximal"] = np.asarray(self._log_probs(policy_params(learner), batch)[0])
+            found["proximal"] = np.asarray(self.log_probs(policy_params(learner), batch)[0])
         if "values" in names:
-            before, after = self._scalars(learner.value.params, batch)
+            before, after = self.scalars(learner.value.params, batch)
             found |= {"values": np.asarray(before), "after": np.asarray(after)}
         return found
 
     def _batch(self, learner, rollouts, members, per_token, measured, number) -> PackedBatch:
         c = self.config
-        batch = self._pack([rollouts[i] for i in members], [per_token[i] for i in members], int(learner.version))
+        batch = self.pack([rollouts[i] for i in members], [per_token[i] for i in members], int(learner.version))
         missing = [name for name in c.passes if name not in measured]
         fields = {name: value for name, value in self._passes(learner, batch, missing).items() if name != "after"}
         for name in (*c.passes, "returns"):

@@ -138,7 +138,7 @@ def main(argv=None) -> dict:
     args = parser.parse_args(argv)
     chosen = client.names(args.peer, client.TRAIN)
     model = sides.load(args.model)
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params)
+    holder: dict[str, Any] = {"params": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params)}
     lengths = [n for n in LENGTHS if n <= model.config.max_positions]
     found = sequences(model.valid_vocab, lengths)
     rollouts, tokens = as_rollouts(found), sum(lengths)
@@ -146,10 +146,10 @@ def main(argv=None) -> dict:
 
     results: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    first = form.first_call(lambda: both["packed"].gradients(params))
+    first = form.first_call(lambda: both["packed"].gradients(holder["params"]))
     results["first_pass_s"] = first.seconds
     loss = float(first.value.loss.numerator / first.value.loss.denominator)
-    ours = form.timed(lambda: both["packed"].gradients(params))
+    ours = form.timed(lambda: both["packed"].gradients(holder["params"]))
     if "hf" in chosen:
         results |= with_peer(args, model, found, ours, tokens, notes)
         if results.get("peer_loss") is not None:
@@ -161,9 +161,8 @@ def main(argv=None) -> dict:
     peak = max(form.matmul_peak() for _ in range(3))
     results["flops_fraction_of_peak"] = useful_flops(model.config, rollouts) / seconds / peak
     results["matmul_peak_gflops"] = peak / 1e9
-    results["segment_cost_ratio"] = segment_cost(model, params, min(1024, model.config.max_positions))
-    holder = {"state": init_state(params, make_optimizer(OptimizerConfig(learning_rate=LEARNING_RATE)))}
-    del params
+    results["segment_cost_ratio"] = segment_cost(model, holder["params"], min(1024, model.config.max_positions))
+    holder["state"] = init_state(holder.pop("params"), make_optimizer(OptimizerConfig(learning_rate=LEARNING_RATE)))
     kept = form.alternate({name: form.timed(lambda p=p: p.step(holder)) for name, p in both.items()}, args.repeats)
     for name in both:
         results[f"{name}_update_s"] = form.median(kept[name])

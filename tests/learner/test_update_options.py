@@ -66,7 +66,7 @@ def test_groups_that_must_stay_together_do():
         for group in range(3):
             rows = np.any((batch.group_index == group) & batch.target_mask, axis=1)
             assert rows.sum() == 1
-        with pytest.raises(ValueError, match="group 0 has .* tokens and must stay in one row, but row_length=16"):
+        with pytest.raises(ValueError, match=r"group 0 has .* tokens and must stay in one row, but row_length=16"):
             packing.pack(rollouts, [0.0] * 6, row_length=16, layout=layout, together=True)
     with pytest.raises(ValueError, match=r"values\[0\] has length 5"):
         packing.scatter_targets(batch, [np.zeros(5)] * 6)
