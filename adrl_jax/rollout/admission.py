@@ -87,7 +87,9 @@ class Queue:
 
     def forget(self, index: int) -> None:
         """A request has its response; what it asked is not kept."""
-        self.requests[index] = None
+        key, self.requests[index], self._key[index] = self._key[index], None, b""
+        if not self._sharing.get(key, 1):
+            del self._sharing[key]
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -100,7 +102,7 @@ class Queue:
         """
         wanted: dict[bytes, int] = {}
         for i in reversed(self.waiting[-rows:] if rows else []):
-            if self._key[i] not in self._place:
+            if self._key[i] not in self._place and i not in self._needless:
                 wanted.setdefault(self._key[i], i)
         for drafted in (False, True):
             indices = [i for i in wanted.values() if (self.requests[i].draft is not None) == drafted]
@@ -150,7 +152,7 @@ class Queue:
 
     def release(self) -> None:
         """Drops prefilled prompts that no waiting request shares."""
-        for part in [p for p in self.parts if not any(self._sharing[k] for k in p.keys)]:
+        for part in [p for p in self.parts if not any(self._sharing.get(k) for k in p.keys)]:
             self.parts.remove(part)
             for key in part.keys:
                 del self._place[key]

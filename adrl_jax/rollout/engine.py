@@ -92,6 +92,16 @@ class Engine:
         self._served = Served(self.model_config, params, int(version), self.drafters, own)
         self.drafter_version = int(drafter_version)
 
+    def publish_drafter(self, drafter_params: Mapping[str, Any], drafter_version: int) -> None:
+        """Serves other drafter weights with the policy that is published already.
+
+        Raises:
+            ValueError: nothing is published yet; a drafter with parameters lacks them.
+        """
+        if self._served is None:
+            raise ValueError("the engine has no weights yet: call publish first")
+        self.publish(self._served.params, self._served.version, drafter_params, drafter_version)
+
     def generate(
         self,
         requests: Sequence[Request],

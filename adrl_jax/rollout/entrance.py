@@ -122,7 +122,7 @@ class Entrance:
         """Which of the part's drafts stand, and how far."""
         requests = [self.requests[i] for i in part.drafts]
         count, width = part.token_ids.shape
-        first = np.int32(min(len(r.prompt.token_ids) for r in requests))
+        first = np.int32(min(len(r.prompt.token_ids) for r in requests) - 1)  # its choice is the first token of a response
         temperature = np.full(count, self.sampling.temperature, np.float32)
         with self._on_device("prefill", drafts=count):
             args = (self.served.params, part.prefilled.hidden, first, self._keys(part.drafts), temperature)

@@ -43,16 +43,7 @@ class Lagged:
         self.book = ledger(lag, size, consumed=step)
         self._ready = {s: ready[s] for s in sorted(ready) if step < s <= step + lag}
         self.book = self.book.submit(size * len(self._ready))
-        self._bandit = bandit
-        self.commit()
-
-    @property
-    def bandit(self) -> Any:
-        return self._bandit
-
-    @bandit.setter
-    def bandit(self, state: Any) -> None:
-        self._bandit = state
+        self.bandit = bandit
         self.commit()
 
     def publish(self, shot: Snapshot, step: int) -> None:
@@ -62,7 +53,7 @@ class Lagged:
         size = self.book.size
         while (made := self.book.submitted // size) < min(step + self.lag, self.steps):
             self.book = self.book.submit(size)
-            batch, self._bandit = self.maker.batch(made + 1, self._bandit, self.on_launch, step - 1)
+            batch, self.bandit = self.maker.batch(made + 1, self.bandit, self.on_launch, step - 1)
             self._ready[made + 1] = batch
         self.book = self.book.consume()
         self.maker.forget(step)
@@ -71,7 +62,7 @@ class Lagged:
     def more(self, step: int) -> Batch:
         if self.lag:
             raise ValueError(f"no further batch for step {step}: with lag={self.lag} the next prompts belong to later steps")
-        batch, self._bandit = self.maker.extra(step, self._bandit, self.on_launch)
+        batch, self.bandit = self.maker.extra(step, self.bandit, self.on_launch)
         return batch
 
     @contextlib.contextmanager
@@ -86,7 +77,7 @@ class Lagged:
         }
         launches = {s: b.stats.launches for s, b in self._ready.items()}
         begun = {s: b.begun for s, b in self._ready.items() if b.begun is not None}
-        self._saved = Saved(self._bandit, finished, launches, begun)
+        self._saved = Saved(self.bandit, finished, launches, begun)
 
     def saved(self) -> Saved:
         return self._saved

@@ -302,6 +302,7 @@ class _Run:
                 parts, c.eval_sampling, c.eval_samples, c.max_new_tokens, self.source.bandit, self.clock, self._on_launch
             )
         self.state = self.state._replace(bandit=self.source.bandit)
+        self.source.commit()
         self.folder.facts["evaluations"][str(step)] = row["reward/mean"]
         self.folder.metrics.write("evaluate", step, row | self._versions())
         for record in collect.sample_records(scored, "evaluate", step, c.samples_per_step):

@@ -10,7 +10,8 @@ one core each. On such a machine both cores are busy in `sync` already, so the g
 
 with G and L the seconds of generating and learning in `sync`, and s_g, s_l how much faster each is on two cores than on one,
 from a `sync` run that may use one core only. `overlap_emulated_over_sync` has the generator emulated (recorded latencies slept,
-not computed, stretched until G = L), as if it had a chip of its own. `form.alternate` orders the sides within each repeat.
+not computed, stretched until G = L), as if it had a chip of its own. Steps are the repeats of a rate; every second seed runs the
+sides in the opposite order. SmolLM2 has one seed.
 """
 
 import json
@@ -30,6 +31,7 @@ from experiments.bench import form
 
 MODES = ("sync", "overlap", "in_flight")
 MODELS = ("quickstart", "smollm2")
+SHORT = 15  # updates where only rates are asked for
 TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
@@ -67,10 +69,10 @@ def side(ask: Mapping[str, Any], cores: int = 2) -> dict[str, Any]:
 class Starts:
     """Warm-started runs to begin from, one a model, seed and set of arms, made when first asked for."""
 
-    def __init__(self, folder: pathlib.Path, steps: Mapping[str, int], changes: Mapping[str, Any]):
-        self._folder, self._steps, self._changes = folder, steps, dict(changes)
+    def __init__(self, folder: pathlib.Path, changes: Mapping[str, Any]):
+        self._folder, self._changes = folder, dict(changes)
 
-    def ask(self, model: str, mode: str, spec: bool, seed: int, **more: Any) -> dict[str, Any]:
+    def ask(self, model: str, mode: str, spec: bool, seed: int, steps: int, **more: Any) -> dict[str, Any]:
         """What to send to a side."""
         common = {"model": model, "spec": spec, "seed": seed, "changes": self._changes}
         start = self._folder / f"{model}-{'spec' if spec else 'plain'}-{seed}"
@@ -78,26 +80,30 @@ class Starts:
             print(f"  warm start: {start.name}", flush=True)
             side(common | {"mode": "sync", "steps": 0, "workdir": str(start)})
             (start / "summary.json").unlink(missing_ok=True)
-        return common | {"mode": mode, "steps": self._steps[model], "start": str(start), **more}
+        return common | {"mode": mode, "steps": steps, "start": str(start), **more}
 
 
-def of_model(model: str, starts: Starts, repeats: int, seeds: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results of one model, names without its suffix, and learning curves by mode."""
+def of_model(model: str, starts: Starts, steps: int, seeds: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results of one model, names without its suffix, and learning curves by mode.
+
+    With the drafter every seed runs for all steps; without, and on one core, the first seed for `SHORT` steps: rates only.
+    """
     results: dict[str, Any] = {}
     rewards: dict[str, list[float]] = {mode: [] for mode in MODES}
     curves: dict[str, list[Any]] = {}
+    short = min(steps, SHORT)
     for spec in (False, True):
         suffix = "_spec" if spec else ""
         records: dict[str, list[dict[str, Any]]] = {mode: [] for mode in (*MODES, "one_core")}
-        for turn in range(max(repeats, len(seeds))):
-            seed = seeds[turn % len(seeds)]
-            order = list(records) if turn % 2 == 0 else list(records)[::-1]
-            for name in order:
+        for turn, seed in enumerate(seeds if spec else seeds[:1]):
+            order = [n for n in records if n != "one_core" or turn == 0]
+            for name in order if turn % 2 == 0 else order[::-1]:
                 mode, cores = ("sync", 1) if name == "one_core" else (name, 2)
-                found = side(starts.ask(model, mode, spec, seed), cores)
+                count = steps if spec and cores == 2 else short
+                found = side(starts.ask(model, mode, spec, seed, count), cores)
                 records[name].append(found)
                 print(f"  {model} {name}{suffix} seed {seed}: {found['step_s']:.3f} s a step", flush=True)
-                if spec and name in MODES and turn < len(seeds):
+                if spec and name in MODES:
                     rewards[name].append(found["reward_end"])
                     curves.setdefault(name, []).append(found["curve"])
         for mode in MODES:
@@ -116,7 +122,7 @@ def of_model(model: str, starts: Starts, repeats: int, seeds: Sequence[int]) -> 
     for mode in MODES:
         found = rewards[mode]
         results[f"reward_{mode}"] = [statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0]
-    emulated = side(starts.ask(model, "sync", True, seeds[0], emulated=True))
+    emulated = side(starts.ask(model, "sync", True, seeds[0], short, emulated=True))
     sync, overlap, in_flight = (emulated[mode]["step_s"] for mode in MODES)
     results |= {
         "overlap_emulated_over_sync": sync / overlap,
@@ -151,8 +157,8 @@ def plot(path: pathlib.Path, curves: Mapping[str, Mapping[str, Any]], responses:
 def main(argv=None) -> dict[str, Any]:
     parser = form.parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
-    parser.add_argument("--steps", type=int, default=0, help="updates of each run; 0: 50 of quickstart, 10 of smollm2")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode for the rewards' spread")
+    parser.add_argument("--steps", type=int, default=0, help="updates of each run; 0: 50 of quickstart, 8 of smollm2")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode for the rewards' spread, quickstart only")
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change on all sides, for small forms")
     parser.add_argument("--plot", default="", metavar="FILE", help="picture of the learning curves")
     args = parser.parse_args(argv)
@@ -160,13 +166,14 @@ def main(argv=None) -> dict[str, Any]:
     unknown = [m for m in chosen if m not in MODELS]
     if unknown:
         parser.error(f"--models={unknown[0]!r} is unknown; choose of {', '.join(MODELS)}")
-    steps = {"quickstart": args.steps or 50, "smollm2": args.steps or 10}
+    steps = {"quickstart": args.steps or 50, "smollm2": args.steps or 8}
+    seeds = {"quickstart": range(args.seeds), "smollm2": range(1)}
     results: dict[str, Any] = {}
     curves: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        starts = Starts(pathlib.Path(folder), steps, json.loads(args.changes))
+        starts = Starts(pathlib.Path(folder), json.loads(args.changes))
         for model in chosen:
-            found, curves[model] = of_model(model, starts, args.repeats, range(args.seeds))
+            found, curves[model] = of_model(model, starts, steps[model], seeds[model])
             results |= {name + ("" if model == chosen[0] else f"_{model}"): value for name, value in found.items()}
     if args.plot:
         plot(pathlib.Path(args.plot), curves, {"quickstart": 128, "smollm2": 64})

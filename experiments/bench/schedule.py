@@ -81,8 +81,8 @@ def plan(scales: Sequence[int], limits: Sequence[int], steps: int) -> list[dict[
 def check(changes: Mapping[str, Any], steps: int) -> dict[str, float]:
     """The model against runs with real threads and an emulated accelerator."""
     with tempfile.TemporaryDirectory() as folder:
-        starts = Starts(pathlib.Path(folder), {"quickstart": steps}, changes)
-        found = side(starts.ask("quickstart", "sync", True, 0, emulated=True))
+        starts = Starts(pathlib.Path(folder), changes)
+        found = side(starts.ask("quickstart", "sync", True, 0, steps, emulated=True))
     pace = found["pace"]
     curve = {int(n): s for n, s in pace["seconds"].items()}
     drawn = [n for batch in found["lengths"] for n in batch]

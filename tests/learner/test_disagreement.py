@@ -1,14 +1,19 @@
 """The share of stored tokens that other weights would not choose with the same noise, against float64 position by position."""
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.learner import disagreement, packing
+from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.kv_cache import masked_attention
 from adrl_jax.models.transformer import engine_layout, init_params
-from adrl_jax.rollout import ties
 from adrl_jax.rollout.engine import Engine, EngineConfig
 from adrl_jax.sampling import noise
 from adrl_jax.speculation.strategy import OFF
@@ -16,6 +21,31 @@ from adrl_jax.types import Prompt, Request, SamplingParams
 
 TINY = ModelConfig("llama", 29, 16, 32, 1, 2, 1, 8)
 VALID, SEED = 23, 5
+
+
+@functools.cache
+def _forward64(config, length):
+    wide = dataclasses.replace(config, dtype="float64")
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attend(q, k, v, *, layer, window, cache):
+        seen = places[..., None] >= places[:, None]
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
+
+    def run(params, ids):
+        hidden, _ = transformer.Transformer(wide).apply({"params": params}, ids[None], places, attend=attend)
+        return transformer.logits(params, hidden[0])
+
+    return jax.jit(run)
+
+
+def all_logits(config, params, token_ids, length):
+    """Float64 logits after each token, from one program: the text is padded to `length`."""
+    ids = np.zeros(length, np.int32)
+    ids[: len(token_ids)] = token_ids
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        return np.asarray(_forward64(config, length)(wide, ids))[: len(token_ids)]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +77,9 @@ def test_against_float64_and_zero_for_the_policy_that_sampled(params, rollouts, 
     expected, served = {}, engine_layout(moved, TINY)
     for i, r in enumerate(rollouts):
         key = noise.request_keys(SEED, r.prompt_id, r.visit if r.noise_visit is None else r.noise_visit, r.sample)
+        every = all_logits(TINY, served, r.token_ids, 48)[:, :VALID] / 0.8
         for place in range(r.prompt_length, len(r.token_ids)):
-            logits = ties.position_logits(TINY, served, r.token_ids[:place])[:VALID] / 0.8
+            logits = every[place - 1]
             u = (noise.bits(noise.position_keys(key, np.array([[place]]), noise.Role.TARGET)[0, 0], VALID) + 0.5) * 2.0**-32
             expected[i, place - r.prompt_length] = int(np.argmax(logits - np.log(-np.log1p(-u)))) != r.token_ids[place]
     seen = set()

@@ -1,20 +1,53 @@
 """New weights between the launches of running requests: every token is the draw of the version it says."""
 
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_world import DRAFTERS, EOS, SEED, TARGET, VALID, make_requests
 from test_refresh import generate, perturbed
 
 from adrl_jax.bandit.fixed import fixed
-from adrl_jax.rollout import ties
+from adrl_jax.models import transformer
+from adrl_jax.models.kv_cache import masked_attention
+from adrl_jax.rollout import declared
 from adrl_jax.rollout.engine import Engine, EngineConfig, Flow
 from adrl_jax.rollout.in_flight import Versions
 from adrl_jax.sampling import noise
+from adrl_jax.sampling.law import Law
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import SamplingParams
 
 ARMS = (OFF, Strategy("eagle", 3))
 SETTINGS = dict(max_batch=8, batch_buckets=(2, 8), cache_bucket=64, rounds_per_launch=2)
+
+
+@functools.cache
+def _forward64(config, length):
+    wide = dataclasses.replace(config, dtype="float64")
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attend(q, k, v, *, layer, window, cache):
+        seen = places[..., None] >= places[:, None]
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
+
+    def run(params, ids):
+        hidden, _ = transformer.Transformer(wide).apply({"params": params}, ids[None], places, attend=attend)
+        return transformer.logits(params, hidden[0])
+
+    return jax.jit(run)
+
+
+def all_logits(config, params, token_ids, length):
+    """Float64 logits after each token, from one program: the text is padded to `length`."""
+    ids = np.zeros(length, np.int32)
+    ids[: len(token_ids)] = token_ids
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        return np.asarray(_forward64(config, length)(wide, ids))[: len(token_ids)]
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +83,20 @@ def check_tokens(rollouts, weights, tolerance):
         assert (np.diff(r.policy_versions) >= 0).all()
         mixed += len(set(r.policy_versions.tolist())) > 1
         key = noise.request_keys(SEED, r.prompt_id, r.visit, r.sample)
-        for place in range(r.response_length):
+        logits = {v: all_logits(TARGET, weights[v - 10], r.token_ids, 64)[:, :VALID] for v in set(r.policy_versions.tolist())}
+        for place, version in enumerate(r.policy_versions.tolist()):
             position = r.prompt_length + place
-            logits = ties.position_logits(TARGET, weights[r.policy_versions[place] - 10], r.token_ids[:position])[:VALID]
+            own = logits[version][position - 1]
             u = (noise.bits(noise.position_keys(key, np.array([[position]]), noise.Role.TARGET)[0, 0], VALID) + 0.5) * 2.0**-32
-            scores = logits - np.log(-np.log1p(-u))
+            scores = own - np.log(-np.log1p(-u))
             assert scores.max() - scores[r.token_ids[position]] < tolerance
-            law = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            law = own - own.max() - np.log(np.exp(own - own.max()).sum())
             assert abs(law[r.token_ids[position]] - r.log_probs[place]) < max(tolerance, 1e-4)
     return mixed
 
 
 def test_a_recomputed_cache_gives_the_new_versions_own_tokens(engine, world):
-    requests = make_requests(budgets=(6, 20, 17, 2, 12), samples=1)
+    requests = make_requests(budgets=(6, 36, 30, 2, 24), samples=1)
     for arm in ARMS:
         rollouts, weights = run(engine, world, requests, "recompute", arm)
         assert check_tokens(rollouts, weights, 1e-3) >= 2
@@ -72,7 +106,7 @@ def test_a_recomputed_cache_gives_the_new_versions_own_tokens(engine, world):
 
 def test_a_kept_cache_says_so_in_versions_and_draws_what_it_says(engine, world):
     """Tokens before the first swap are version 10's; later ones come from a law that no single version has."""
-    requests = make_requests(budgets=(6, 20, 17, 2, 12), samples=1)
+    requests = make_requests(budgets=(6, 36, 30, 2, 24), samples=1)
     kept, _ = run(engine, world, requests, "keep")
     plain = generate_plain(engine, world, requests)
     swapped = False
@@ -119,7 +153,23 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(engine, world):
     alone = generate_plain(engine, world, requests)
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in alone]
     assert [r.sample for r in rollouts] == [r.sample for r in requests] and sum(idle_calls) >= 2
-    assert any(key[0] == "more_rows" for key in engine.programs.keys())
+    kinds = {key[0] for key in engine.programs.keys()}
+    assert {"more_rows", "rewrite"} <= kinds
+    law = Law.of(SamplingParams(1.0), VALID)
+    known = declared.programs(engine.config, 60, 20, engine.drafters, law, flow=True)
+    assert not [key for key in engine.programs.keys() if key not in set().union(*known.values())]
+
+
+def test_new_drafter_weights_alone_change_no_version_and_no_token(engine, world):
+    requests = make_requests(budgets=(6, 14), samples=2)
+    plain = generate_plain(engine, world, requests)
+    engine.publish_drafter({"eagle": world.random_drafter_params["eagle"]}, 7)
+    assert (engine.version, engine.drafter_version) == (10, 7)
+    again = generate(engine, requests, ARMS[1], sampling=SamplingParams(1.0)).rollouts
+    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in plain]
+    assert {v for r in again for v in r.policy_versions.tolist()} == {10}
+    with pytest.raises(ValueError, match="call publish first"):
+        Engine(TARGET, engine.config, engine.drafters).publish_drafter({}, 1)
 
 
 def test_versions_by_marks():

@@ -84,6 +84,17 @@ def test_a_half_finished_response_goes_on_where_it_stopped(stale):
     assert all(np.abs(a.log_probs - b.log_probs).max() < 1e-4 for a, b in zip(result.rollouts, fresh))
 
 
+@pytest.mark.parametrize("length", [1, 32, 33])
+def test_prompts_that_end_where_a_piece_of_the_pass_ends(stale, length):
+    _, _, engine, _ = stale
+    prompt = Prompt(7, np.random.default_rng(length).integers(6, 57, length))
+    requests = [Request(prompt, 0, s, 0, 12) for s in range(2)]
+    fresh = generate(engine, requests).rollouts
+    result = generate(engine, refresh.requests_for(fresh, requests))
+    assert [r.token_ids.tolist() for r in result.rollouts] == [r.token_ids.tolist() for r in fresh]
+    assert result.stats.drafts[1] == result.stats.drafts[0] and not result.stats.launches
+
+
 def test_drafts_that_cannot_be_verified_are_refused(stale):
     requests, old, engine, _ = stale
     too_long = dataclasses.replace(requests[0], draft=np.full(99, 7))
@@ -100,8 +111,8 @@ def test_drafts_that_cannot_be_verified_are_refused(stale):
 def test_the_law_of_refreshed_rollouts_is_the_new_policys():
     """Five tokens, two positions: all 25 pairs against float64 enumeration, chi-square at 24 degrees of freedom."""
     tiny = ModelConfig("llama", 5, 8, 16, 1, 2, 1, 4, max_positions=16)
-    old = jax.tree.map(lambda x: x * 25 if x.ndim == 2 else x, init_params(tiny, jax.random.key(0)))
-    new = perturbed(old, 0.4)
+    old = jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, init_params(tiny, jax.random.key(0)))
+    new = perturbed(old, 0.3)
     count = 6000
     config = EngineConfig(7, (), None, (OFF,), max_batch=512, batch_buckets=(512,), prefill_batch=512, cache_bucket=8)
     engine = Engine(tiny, config)
@@ -112,7 +123,7 @@ def test_the_law_of_refreshed_rollouts_is_the_new_policys():
     engine.publish(engine_layout(new, tiny), 1)
     result = generate(engine, refresh.requests_for(stale, requests), sampling=SamplingParams(1.0))
     reused = result.stats.drafts[1] / (2 * count)
-    assert 0.2 < reused < 0.9
+    assert 0.2 < reused < 0.97
 
     def law(ids):
         logits = ties.position_logits(tiny, engine_layout(new, tiny), np.array(ids))

@@ -45,9 +45,10 @@ class Worlds:
 
     def parts(self, c):
         apart = c.runtime.mode in ("overlap", "in_flight")
-        if apart not in self._parts:
-            self._parts[apart] = self._stack.enter_context(build.opened(c))
-        return self._parts[apart]
+        key = (apart, c.learner.minibatches, c.learner.epochs)
+        if key not in self._parts:
+            self._parts[key] = self._stack.enter_context(build.opened(c))
+        return self._parts[key]
 
     def run(self, workdir, mode="sync", *, stopper=None, parts=(), **changes):
         """Runs `mode` in `workdir` with the reward `by_length`; `parts` replaces some of the pieces."""

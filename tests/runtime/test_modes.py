@@ -199,6 +199,6 @@ def test_the_trace_has_a_lane_for_each_side(worlds, tmp_path):
 
 def test_publishing_reaches_the_generators_device(worlds, tmp_path):
     worlds.run(tmp_path, "overlap", **{"train.steps": 2})
-    parts = worlds._parts[True]
+    parts = worlds._parts[True, 1, 1]
     assert parts.generator_device == jax.devices()[1]
     assert {d for x in jax.tree.leaves(parts.engine.params) for d in x.devices()} == {jax.devices()[1]}

@@ -42,3 +42,26 @@ def test_policy_and_drafter_have_fingerprints_of_their_own():
     two = publish.snapshot(params, 0, CONFIG, drafter={"fc": jnp.zeros(2)})
     assert one.fingerprint == two.fingerprint and one.drafter_fingerprint != two.drafter_fingerprint
     assert publish.snapshot(params, 0, CONFIG).drafter_fingerprint == ""
+
+
+def test_snapshot_for_another_device_lives_there_in_the_engines_layout_and_survives():
+    params = init_params(CONFIG, jax.random.key(0))
+    here, there = jax.devices()[:2]
+    near, far = publish.snapshot(params, 3, CONFIG), publish.snapshot(params, 3, CONFIG, device=there)
+    assert near.fingerprint == far.fingerprint
+    assert jax.tree.structure(near.params) == jax.tree.structure(far.params)
+    for a, b in zip(jax.tree.leaves(near.params), jax.tree.leaves(far.params)):
+        assert a.devices() == {here} and b.devices() == {there} and a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    before = np.array(far.params["embedding"], copy=True)
+    jax.jit(lambda p: jax.tree.map(lambda x: x * 0, p), donate_argnums=0)(params)
+    np.testing.assert_array_equal(np.asarray(far.params["embedding"]), before)
+
+
+def test_snapshot_from_several_learners_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    params = init_params(CONFIG, jax.random.key(0))
+    spread = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    far = publish.snapshot(spread, 1, CONFIG, device=jax.devices()[2])
+    assert far.fingerprint == publish.snapshot(params, 1, CONFIG).fingerprint
+    assert {d for x in jax.tree.leaves(far.params) for d in x.devices()} == {jax.devices()[2]}

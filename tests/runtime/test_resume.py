@@ -52,9 +52,10 @@ def program(tmp_path_factory):
     env = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     env.pop("XLA_FLAGS", None)
 
-    def start(workdir: Path, *flags: str) -> subprocess.Popen:
+    def start(workdir: Path, *flags: str, devices: int = 1) -> subprocess.Popen:
+        here = env | {"JAX_NUM_CPU_DEVICES": str(devices)}
         command = [sys.executable, "-m", "experiments.train", f"--config={folder / 'tiny.py'}", f"--workdir={workdir}", *flags]
-        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=here, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return start
 
@@ -166,3 +167,43 @@ def test_the_recorded_arms_of_a_bandit_replayed_give_the_same_bits(program, tmp_
     assert [r["arms"] for r in read_lines(replayed / "arms.jsonl")] == [r["arms"] for r in read_lines(trace)]
     summary = json.loads((replayed / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["rollout_speedup"] is None
+
+
+def drawn(workdir: Path) -> list[tuple]:
+    """Which responses were learnt from, in order."""
+    samples = read_lines(workdir / "samples.jsonl")
+    return [(s["step"], s["prompt_id"], s["visit"], s["sample"]) for s in samples if s["phase"] == "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["overlap", "in_flight"])
+def test_overlapped_runs_killed_and_terminated_learn_from_every_prompt_once(program, unbroken, tmp_path, mode):
+    flags = (f"--config.runtime.mode={mode}", "--config.runtime.max_staleness=2")
+    rng = random.Random(mode)
+    for at, how in ((WARM + 2, kill), (WARM + 5, kill), (WARM + 8, None)):
+        process = program(tmp_path, *flags, devices=2)
+        wait_for(process, lambda at=at: lines(tmp_path) >= at, f"row {at}")
+        time.sleep(rng.random() * 0.1)
+        if how is None:
+            process.send_signal(signal.SIGTERM)
+            assert "stopped on request at step" in finish(process)
+        else:
+            kill(process)
+    finish(program(tmp_path, *flags, devices=2))
+    assert drawn(tmp_path) == drawn(unbroken)
+    rows = [r for r in read_lines(tmp_path / "metrics.jsonl") if r["phase"] == "train"]
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1)) and max(r["staleness/max"] for r in rows) <= 2
+
+
+@pytest.mark.slow
+def test_a_lagged_run_killed_anywhere_ends_in_the_same_bits(program, tmp_path):
+    flags = ("--config.runtime.mode=lagged", "--config.runtime.lag=2")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(program(whole, *flags))
+    for at in (WARM + 3, WARM + 9):
+        process = program(broken, *flags)
+        wait_for(process, lambda at=at: lines(broken) >= at, f"row {at}")
+        kill(process)
+    finish(program(broken, *flags))
+    assert_same_bits(final_state(broken), final_state(whole))
+    assert history(broken) == history(whole)

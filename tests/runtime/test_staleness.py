@@ -129,7 +129,8 @@ class World:
         self.book = self.book.consume()
 
     def crash(self):
-        consumed, self.consumed_cursor, finished, self.learnt, kept = self.saved
+        consumed, self.consumed_cursor, finished, learnt, kept = self.saved
+        self.learnt = list(learnt)  # the checkpoint may be needed again
         self.lengths["learnt"] = self.lengths["learnt"][:kept]
         limit = self.book.limit if self.random.random() < 0.7 else int(self.random.integers(0, 5))
         self.book = staleness.ledger(limit, self.size, consumed=consumed)
