@@ -71,7 +71,7 @@ def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of)
 
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(monkeypatch):
     target = rollout_world.TARGET
-    with pytest.raises(ValueError, match="kernels='cuda'.*choose one of auto, xla, pallas_tpu, pallas_gpu, interpret"):
+    with pytest.raises(ValueError, match=r"kernels='cuda'.*choose one of auto, xla, pallas_tpu, pallas_gpu, interpret"):
         EngineConfig(0, (1,), kernels="cuda")
     with pytest.raises(ValueError, match="kernels='pallas_tpu' needs a TPU, and JAX runs on cpu"):
         resolve("pallas_tpu", target, (OFF,), 8)
