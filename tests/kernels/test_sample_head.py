@@ -161,7 +161,7 @@ def test_the_law_of_the_draws(vocab):
 
 
 def test_the_same_token_as_the_engines_own_sampler():
-    arrays, options = head_case(count=64, size=16, vocab=97, valid=90, draws=1)
+    arrays, _ = head_case(count=64, size=16, vocab=97, valid=90, draws=1)
     hidden, weight, keys, temperature = arrays
     weight = jnp.nan_to_num(weight)
     logits = (hidden @ weight.T)[:, None]
@@ -181,7 +181,7 @@ def test_weights_are_read_once_and_logits_are_never_written():
 
 
 def test_bad_arguments_are_refused():
-    arrays, options = head_case(**CASES["ragged tiles"])
+    arrays, _ = head_case(**CASES["ragged tiles"])
     hidden, weight, keys, temperature = arrays
     for expected, changed in {
         "mixed dtypes: hidden float32, weight bfloat16": (hidden, weight.astype(jnp.bfloat16), keys, temperature),
