@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from adrl_kernels.commit import api as commit_api
 from adrl_kernels.commit import pallas_tpu as commit_tpu
 from adrl_kernels.log_probs import api as log_probs_api
@@ -116,9 +115,7 @@ def head(m: Model, batch: int, nodes: int, dtype) -> Case:
 
     args = (hidden, weight, _struct((count, 2), jnp.uint32), _struct((count,), jnp.float32))
     moved = head_tpu.plan(hidden, weight, **options).traffic()
-    return Case(
-        run, args, moved, head_arguments.minimum_bytes(hidden, weight, True, m.vocab), 2.0 * count * m.hidden * m.vocab
-    )
+    return Case(run, args, moved, head_arguments.minimum_bytes(hidden, weight, True, m.vocab), 2.0 * count * m.hidden * m.vocab)
 
 
 def commit(m: Model, batch: int, nodes: int, dtype) -> Case:
@@ -141,9 +138,7 @@ def log_probs(m: Model, batch: int, nodes: int, dtype) -> Case:
 
     moved = log_probs_tpu.plan(matrix, hidden, m.vocab, "forward").traffic()
     args = (matrix, hidden, _struct((TARGETS,), jnp.int32))
-    return Case(
-        run, args, moved, log_probs_api.minimum_bytes(matrix, hidden, m.vocab), 2.0 * TARGETS * m.hidden * m.vocab
-    )
+    return Case(run, args, moved, log_probs_api.minimum_bytes(matrix, hidden, m.vocab), 2.0 * TARGETS * m.hidden * m.vocab)
 
 
 OPS = {"verify_attention": attention, "sample_head": head, "commit": commit, "log_probs": log_probs}

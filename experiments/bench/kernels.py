@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import jax.numpy as jnp
-
 from adrl_kernels import targets
+
 from experiments.bench import form, kernel_shapes
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -105,7 +105,9 @@ def main(argv=None) -> dict:
         "aot_seconds": None,
         "ops": rows,
     }
-    notes = {"spec_round_over_plain_reduced_vocab": f"an EAGLE drafter of {DRAFT_VOCAB:,} ids, the other of the whole vocabulary"}
+    notes = {
+        "spec_round_over_plain_reduced_vocab": f"an EAGLE drafter of {DRAFT_VOCAB:,} ids, the other of the whole vocabulary"
+    }
     missing = "not asked for (--aot=none)" if args.aot == "none" else targets.missing()
     if missing:
         notes["aot_ok"] = missing

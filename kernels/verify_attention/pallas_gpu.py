@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from adrl_kernels.mosaic_gpu import COLUMN, MATRIX, ROWS, SWIZZLED, across, full, iota
 from adrl_kernels.plan import cdiv, round_up
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MAX_NODES = 64
 _TILE = 64  # tokens

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from adrl_kernels import targets
 from adrl_kernels.log_probs import pallas_tpu as log_probs_tpu
 from adrl_kernels.log_probs.xla import Static
 from adrl_kernels.verify_attention import pallas_tpu as attention_tpu
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
+
 from experiments.bench import kernel_shapes as shapes
 
 pytestmark = pytest.mark.skipif(targets.missing() is not None, reason=str(targets.missing()))
