@@ -17,8 +17,8 @@ RUNS = {
 }
 # start, count a row; rows of count 0 must stay as they are wherever they stand.
 CASES = {
-    "contiguous": (dict(capacity=256), [126, 250, 0, 40], [5, 0, 1, 3]),
-    "pages": (dict(capacity=256, page=128), [0, 126, 255, 251], [0, 4, 1, 5]),
+    "contiguous": (dict(capacity=256, kv_heads=1), [126, 250, 0, 40], [5, 0, 1, 3]),
+    "pages": (dict(capacity=256, page=128, kv_heads=1), [0, 126, 255, 251], [0, 4, 1, 5]),
 }
 WIDE = {
     "nobody commits": (dict(capacity=256), [1, 2, 3, 4], [0, 0, 0, 0]),
@@ -59,7 +59,7 @@ def compare(run, case):
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_path_is_written_and_nothing_else(case, name):
-    if name == "tpu_interpret" and case != "pages":
+    if (name == "tpu_interpret") != (case == "pages"):
         pytest.skip("in test_all_shapes, which is slow")
     compare(RUNS[name], commit_case(*CASES[case]))
 
@@ -75,7 +75,7 @@ def test_only_touched_blocks_move():
     cache, keys, _, path, start, count = commit_case(*CASES["contiguous"])
     layout = pallas_tpu.plan(cache, keys.shape[1], path.shape[1])
     moved = layout.traffic(*pallas_tpu.scalars(cache, path.shape[1], np.asarray(start), np.asarray(count)))
-    block = 2 * 16 * 128 * 4  # heads, head size, tokens, bytes
+    block = 16 * 128 * 4  # head size, tokens, bytes
     # Row 0 spans two blocks, row 1 commits nothing, rows 2 and 3 one block each; each is read and written.
     assert moved["keys"] == moved["values"] == 2 * 4 * block
 
@@ -93,7 +93,7 @@ def test_bad_arguments_are_refused():
         ),
         "path names node 6, there are 6": (cache, keys, values, path.at[0, 0].set(6), start, count),
         "count contains 6, must be 0 to 5": (cache, keys, values, path, start, count.at[0].set(6)),
-        r"keys has shape \(4, 6, 2, 8\), expected \(4, 6, 2, 16\)": (cache, keys[..., :8], values, path, start, count),
+        r"keys has shape \(4, 6, 1, 8\), expected \(4, 6, 1, 16\)": (cache, keys[..., :8], values, path, start, count),
     }.items():
         with pytest.raises(ValueError, match=expected):
             api.commit(*arguments, implementation="xla")
