@@ -39,7 +39,8 @@ EXTRAS = {
     "ray": ["ray>=2.50"],
     "wandb": ["wandb>=0.22"],
     "notebooks": ["ipykernel>=7", "nbconvert>=7.16", "notebook>=7.4"],
-    "test": ["pytest>=9", "pytest-xdist>=3.8", "ruff>=0.17"],
+    # libtpu compiles kernels for TPUs on machines that have none.
+    "test": ["libtpu>=0.0.40; sys_platform == 'linux'", "pytest>=9", "pytest-xdist>=3.8", "ruff>=0.17"],
 }
 
 # `kernels/` stands at the root for its readers and is imported as `adrl_kernels`, a name that no other package claims.

@@ -9,7 +9,6 @@ Shapes as in `kv_cache`.
 import jax
 import jax.numpy as jnp
 from adrl_kernels.commit import api as committing
-from adrl_kernels.commit import pallas_gpu as commit_gpu
 from adrl_kernels.commit import pallas_tpu as commit_tpu
 from adrl_kernels.verify_attention import api as attention
 from adrl_kernels.verify_attention import pallas_gpu as attention_gpu
@@ -28,8 +27,11 @@ def problem(kernels: str, config: ModelConfig, nodes: int, batch: int, capacity:
     cache = Cache(struct(batch, c.num_kv_heads, c.head_dim, capacity), struct(batch, c.num_kv_heads, capacity, c.head_dim))
     queries = struct(batch, nodes, c.num_heads, c.head_dim)
     sees = jax.ShapeDtypeStruct((batch, nodes, nodes), bool)
-    attend, write = (attention_gpu, commit_gpu) if kernels == "pallas_gpu" else (attention_tpu, commit_tpu)
-    return attend.problem(Nodes(queries, fresh, fresh, sees), cache) or write.problem(cache, nodes, nodes)
+    arguments = Nodes(queries, fresh, fresh, sees)
+    if kernels == "pallas_gpu":
+        window = None if c.sliding_window is None else jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
+        return attention_gpu.problem(arguments._replace(first=window), cache)
+    return attention_tpu.problem(arguments, cache) or commit_tpu.problem(cache, nodes, nodes)
 
 
 def chain_attention(positions: jax.Array, implementation: str):

@@ -38,10 +38,11 @@ def resolve(kernels: str, model: ModelConfig, strategies: tuple[Strategy, ...], 
     def problem(name: str) -> str | None:
         if name == "xla":
             return None
-        struct = jax.ShapeDtypeStruct((max_batch * widest, model.hidden_size), model.compute_dtype)
+        hidden = jax.ShapeDtypeStruct((max_batch * widest, model.hidden_size), model.compute_dtype)
+        weight = jax.ShapeDtypeStruct((model.vocab_size, model.hidden_size), model.compute_dtype)
         drawing = head_on_gpu if name == "pallas_gpu" else head_on_tpu
         attending = kernel_attention.problem(name, model, widest, max_batch, capacity=1024)
-        return attending or drawing.problem(struct, struct, 1)
+        return attending or drawing.problem(hidden, weight, 1)
 
     return choice.resolve("engine", kernels, problem)
 

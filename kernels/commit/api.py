@@ -1,9 +1,13 @@
-"""`commit`: after a verify pass, the keys and values of the path that stands join the cache."""
+"""`commit`: after a verify pass, the keys and values of the path that stands join the cache.
+
+There is no kernel for GPUs: XLA's scatter writes the few entries where they go, in place, and `pallas_gpu` means that, which is
+logged once. On TPUs the same scatter would go token by token.
+"""
 
 import jax
 import numpy as np
 from adrl_kernels import choice
-from adrl_kernels.commit import pallas_gpu, pallas_tpu, reference
+from adrl_kernels.commit import pallas_tpu, reference
 from adrl_kernels.verify_attention.arguments import Cache, known
 
 
@@ -42,13 +46,12 @@ def commit(
     problems = {
         "pallas_tpu": lambda: pallas_tpu.problem(cache, nodes, length),
         "interpret": lambda: pallas_tpu.problem(cache, nodes, length),
-        "pallas_gpu": lambda: pallas_gpu.problem(cache, nodes, length),
     }
     chosen = choice.resolve("commit", implementation, lambda name: problems.get(name, lambda: None)())
+    if chosen == "pallas_gpu":
+        chosen = choice.told("commit", "xla", "on GPUs its scatter writes a path where it goes, and there is no kernel")
     if chosen == "xla":
         return reference.commit(cache, keys, values, path, start, count)
-    if chosen == "pallas_gpu":
-        return pallas_gpu.commit(cache, keys, values, path, start, count)
     return pallas_tpu.commit(cache, keys, values, path, start, count, interpret=chosen == "interpret")
 
 

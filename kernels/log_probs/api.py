@@ -1,9 +1,13 @@
-"""`token_log_probs`: what the learner asks of the vocabulary projection, differentiable."""
+"""`token_log_probs`: what the learner asks of the vocabulary projection, differentiable.
+
+There is no kernel for GPUs: a block of logits there is a product that the vendor's library does at full speed, and `pallas_gpu`
+means XLA's walk over blocks, which is logged once.
+"""
 
 import jax
 import jax.numpy as jnp
 from adrl_kernels import choice
-from adrl_kernels.log_probs import pallas_gpu, pallas_tpu, xla
+from adrl_kernels.log_probs import pallas_tpu, xla
 from adrl_kernels.log_probs.xla import Static, default_block
 
 
@@ -51,18 +55,19 @@ def token_log_probs(
     problems = {
         "pallas_tpu": lambda: pallas_tpu.problem(matrix, hidden),
         "interpret": lambda: pallas_tpu.problem(matrix, hidden),
-        "pallas_gpu": lambda: pallas_gpu.problem(matrix, hidden),
     }
     chosen = choice.resolve("log_probs", implementation, lambda name: problems.get(name, lambda: None)())
     block = default_block(count) if vocab_block is None else vocab_block
     static = Static(by_row, valid, min(block, valid), scale, entropy_gradient)
+    if chosen == "pallas_gpu":
+        chosen = choice.told("log_probs", "xla", "on GPUs blocks of logits are products of the vendor's library, no kernel")
     if chosen == "xla":
         log_probs, entropy = xla.token_log_probs(static, matrix, hidden, target_ids)
     else:
         if not by_row:
             matrix = jnp.swapaxes(matrix, 0, 1)
-        run = pallas_gpu.token_log_probs if chosen == "pallas_gpu" else pallas_tpu.token_log_probs
-        log_probs, entropy = run(static._replace(by_row=True), chosen == "interpret", matrix, hidden, target_ids)
+        static = static._replace(by_row=True)
+        log_probs, entropy = pallas_tpu.token_log_probs(static, chosen == "interpret", matrix, hidden, target_ids)
     return log_probs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
 

@@ -36,9 +36,12 @@ def problem(matrix, hidden) -> str | None:
 def tiles(matrix, hidden, valid: int) -> tuple[int, int]:
     """Targets and ids of a tile."""
     count, size = hidden.shape
-    fitting = _TILE_BYTES // (size * 4) // _LANES * _LANES
-    ids = min(int(np.clip(fitting, _LANES, 512)), matrix.shape[0])
-    return min(int(np.clip(fitting, _LANES, 256)), round_up(count, 16)), ids
+
+    def fitting(most: int) -> int:
+        return int(np.clip(most // (size * 4) // _LANES * _LANES, _LANES, 512))
+
+    # Targets first: the projection is read once for each tile of them.
+    return min(fitting(2 * _TILE_BYTES), round_up(count, 16)), min(fitting(_TILE_BYTES), matrix.shape[0])
 
 
 def plan(matrix, hidden, valid: int, which: str) -> Plan:

@@ -220,7 +220,7 @@ def _kernel(major, minor, lengths, low, *refs, size, width, windowed, quantized,
 
 def node_words(nodes: Nodes, rows: int) -> jax.Array:
     """int32 `[B, rows, 4]`: what each query row sees among the fresh nodes, 32 to a word, then its first committed token."""
-    batch, count, heads, _ = nodes.queries.shape
+    _, count, heads, _ = nodes.queries.shape
     bit = jnp.uint32(1) << (jnp.arange(count, dtype=jnp.uint32) % 32)
     bits = nodes.sees.astype(jnp.uint32) * bit
     low, high = jnp.sum(bits[..., :32], axis=2), jnp.sum(bits[..., 32:], axis=2)

@@ -85,3 +85,11 @@ def test_bad_arguments_are_refused():
         token_log_probs(params, hidden, targets, 0.0)
     with pytest.raises(ValueError, match="valid_vocab=54 must be between 1 and the model's vocab_size=53"):
         token_log_probs(params, hidden, targets, 1.0, valid_vocab=54)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_kernels_give_the_same(by_row):
+    params, hidden, targets, _ = problem(by_row)
+    ours = token_log_probs(params, hidden, targets, 0.7, valid_vocab=41, implementation="interpret")
+    for x, y in zip(ours, token_log_probs(params, hidden, targets, 0.7, valid_vocab=41), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)

@@ -11,9 +11,11 @@ from adrl_kernels.choice import UnsupportedError
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.rollout.engine import Engine, EngineConfig
 from adrl_jax.rollout.target import resolve
+from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import SamplingParams
 
+TARGET = dataclasses.replace(rollout_world.TARGET, num_layers=1)
 CHAIN, TREE = Strategy("eagle", 3), Strategy("eagle", 3, 2, 6)
 
 
@@ -21,8 +23,8 @@ CHAIN, TREE = Strategy("eagle", 3), Strategy("eagle", 3, 2, 6)
 def results():
     """Rollouts by (kernels, arm); the requests' temperatures are 1, then 0."""
     requests = rollout_world.make_requests(samples=1)
-    params = rollout_world.target_params()
-    drafters = {"eagle": rollout_world.DRAFTERS["eagle"]}
+    params = {k: v for k, v in rollout_world.target_params().items() if k != "layer_1"}
+    drafters = {"eagle": Eagle(TARGET)}
     found = {}
     for kernels in ("xla", "interpret"):
         config = EngineConfig(
@@ -36,7 +38,7 @@ def results():
             rounds_per_launch=8,
             kernels=kernels,
         )
-        engine = Engine(rollout_world.TARGET, config, drafters)
+        engine = Engine(TARGET, config, drafters)
         engine.publish(params, 3, rollout_world.drafter_params(params))
         for arm, strategy in enumerate(config.strategies):
             bandit = fixed(arm, 3)
@@ -59,6 +61,7 @@ def test_interpreted_kernels_give_the_tokens_of_xla(results, arm, temperature):
         assert ours.stats.accept_length == same.stats.accept_length > 1.2
 
 
+@pytest.mark.slow
 def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of):
     requests = requests_of(samples=1, budgets=(3, 6, 5, 1, 4))
     runs = [
@@ -70,8 +73,8 @@ def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of)
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(monkeypatch):
-    target = rollout_world.TARGET
-    with pytest.raises(ValueError, match="kernels='cuda'.*choose one of auto, xla, pallas_tpu, pallas_gpu, interpret"):
+    target = TARGET
+    with pytest.raises(ValueError, match=r"kernels='cuda'.*choose one of auto, xla, pallas_tpu, pallas_gpu, interpret"):
         EngineConfig(0, (1,), kernels="cuda")
     with pytest.raises(ValueError, match="kernels='pallas_tpu' needs a TPU, and JAX runs on cpu"):
         resolve("pallas_tpu", target, (OFF,), 8)
@@ -84,3 +87,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_compiled(monkeypatc
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert resolve("auto", target, (OFF,), 8) == "pallas_tpu"
     assert resolve("auto", odd, (OFF,), 8) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert resolve("auto", target, (OFF,), 8) == "xla"
+    with pytest.raises(UnsupportedError, match="queries are float32; bfloat16 is supported"):
+        resolve("pallas_gpu", target, (OFF,), 8)

@@ -1,2 +1,0 @@
-def problem(cache, nodes, length):
-    return "not there yet"

@@ -1,2 +1,0 @@
-def problem(matrix, hidden):
-    return "not there yet"
