@@ -22,18 +22,19 @@ from adrl_jax.bandit.ucb import ucb
 from adrl_jax.drafter import checkpoint as saved_drafter
 from adrl_jax.learner import advantages, packing, supervised
 from adrl_jax.learner.optimizer import make_optimizer
-from adrl_jax.learner.update import LearnerState, data_mesh, init_state, make_update
+from adrl_jax.learner.update import LearnerState, Update, data_mesh, init_state, make_update
 from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.tokenizer import Tokenizer
 from adrl_jax.rewards.pool import ScorerPool
-from adrl_jax.rollout.engine import Engine
 from adrl_jax.runtime import arms
 from adrl_jax.runtime.collect import Scorer
+from adrl_jax.runtime.groups import Grouped
 from adrl_jax.runtime.parts import Parts
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.eagle3 import Eagle3
 from adrl_jax.speculation.history import History
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.merged import Merged
@@ -41,7 +42,7 @@ from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt, Rollout
-from experiments import resolve, rules
+from experiments import adapt, resolve, rules
 from experiments.config import Config
 from experiments.schema import ConfigError, require
 
@@ -109,11 +110,16 @@ def _load(source: str) -> weights.Model:
 
 def trained_drafter(c: Config, target: Policy) -> Eagle | None:
     """The drafter that learns along with the policy, where a strategy uses it, alone or merged."""
-    if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
+    names = {s.drafter for s in rules.strategies(c)}
+    if not names & set(rules.LEARNED):
         return None
+    kind = Eagle3 if "eagle3" in names else Eagle
     if not c.drafter.path:
-        return Eagle(target.config)
+        return kind(target.config)
     found = saved_drafter.load(c.drafter.path, target.config)[0]
+    arms = ", ".join(sorted(names & set(rules.LEARNED)))
+    fits = found.name == kind.name or names.isdisjoint({"eagle", "eagle3"})
+    require(fits, "drafter.path", c.drafter.path, f"it holds an `{found.name}` drafter, and rollout.strategies has {arms} arms")
     require(
         found.draft_vocab_size is None,
         "drafter.path",
@@ -135,8 +141,8 @@ def drafters(c: Config, target: Policy, eagle: Eagle | None) -> tuple[dict[str, 
     history = History(d.history_reference, d.history_max, d.history_min, positional=c.sampling.reuse_noise_across_epochs)
     if "history" in names:
         found["history"] = history
-    if "eagle" in names:
-        found["eagle"] = eagle
+    if eagle is not None and eagle.name in names:
+        found[eagle.name] = eagle
     if "merged" in names:
         found["merged"] = Merged(history, eagle, d.merged_min_match)
     if "model" in names:
@@ -228,7 +234,7 @@ def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
 
 def identity(c: Config, target: Policy) -> dict[str, Any]:
     """What a checkpoint belongs to: model, tokenizer, task and seed."""
-    model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k != "rope_scaling"}
+    model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k not in ("rope_scaling", "taps")}
     task = {"task.name": c.task.name, "task.train_prompts": c.task.train_prompts}
     return {"seed": c.seed, "tokenizer": target.tokenizer.fingerprint(), **model, **task}
 
@@ -342,13 +348,12 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
 
     eagle = trained_drafter(c, target)
     found, served = drafters(c, target, eagle)
-    eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
-    engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
+    adapts = adapt.adapting(c, target, eagle)
+    read = target.config if eagle is None else eagle.target
+    valid_vocab = target.tokenizer.size
     mesh, pack = data_mesh(c.learner.devices), packer(c, target.config)
-    shared: dict[str, Any] = dict(
-        microbatch_rows=c.learner.microbatch_rows,
-        valid_vocab=valid_vocab,
-        remat=c.learner.remat,
+    shared: dict[str, Any] = dict(microbatch_rows=c.learner.microbatch_rows, valid_vocab=valid_vocab, remat=c.learner.remat)
+    with_drafter: dict[str, Any] = dict(
         drafter=resolve.drafter_loss_config(c),
         drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
     )
@@ -357,27 +362,35 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     warm_optimizer = make_optimizer(resolve.warm_optimizer_config(c))
     strategies = rules.strategies(c)
     replay = c.rollout.replay_arms
+
+    def policy_update(**extra: Any) -> Update:
+        loss = resolve.loss_config(c)
+        return make_update(read, loss, optimizer, mesh, temperature=c.sampling.temperature, **shared, **extra)
+
+    controller, groups = bandit(c), c.drafter.spot_groups
+    named = signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c))
     return Parts(
         model_config=target.config,
         tokenizer=target.tokenizer,
         train_prompts=train[: c.task.train_prompts],
         eval_prompts=eval_prompts,
         scorer=scorer,
-        engine=engine,
+        engine=adapt.engine(c, target, found, adapts),
         strategies=strategies,
-        bandit=bandit(c),
-        controller=signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c)),
+        bandit=controller if groups == 1 else Grouped(controller, groups),
+        controller=named if groups == 1 else f"{named}, on {groups} device groups",
         history=history_store(c),
         init_learner=init_learner(c, target, eagle, warm, mesh),
         advantage=_ADVANTAGES[c.learner.advantage],
         pack=pack,
-        update=make_update(
-            target.config, resolve.loss_config(c), optimizer, mesh, temperature=c.sampling.temperature, **shared
-        ),
+        update=policy_update(**(with_drafter if c.drafter.when in ("joint", "on_demand") else {})),
         init_rl_optimizer=lambda params: on_mesh(optimizer.init(params), mesh),
         warm_batch=warm_batches(c, task, target, pack) if warm else None,
-        warm_update=supervised.make_supervised_update(target.config, warm_optimizer, mesh, **shared) if warm else None,
+        warm_update=supervised.make_supervised_update(read, warm_optimizer, mesh, **shared, **with_drafter) if warm else None,
         fixed_drafters=served,
         replay=arms.load(Path(replay), strategies, range(1, c.train.steps + 1)) if replay else None,
         identity=identity(c, target),
+        drafter_name="eagle" if eagle is None else eagle.name,
+        adapting=adapts,
+        frozen_update=policy_update() if c.drafter.when == "on_demand" else None,
     )

@@ -15,7 +15,7 @@ from adrl_jax.learner.log_probs import token_log_probs
 from adrl_jax.learner.remat import recomputed
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.norm import Norm
-from adrl_jax.models.transformer import DecoderLayer, embed_tokens, model_ropes
+from adrl_jax.models.transformer import DecoderLayer, embed_tokens, final_hidden, model_ropes
 from adrl_jax.types import PackedBatch
 
 
@@ -29,14 +29,12 @@ class ForwardConfig:
         remat: keep only the inputs of layers for the backward pass and compute the rest again: a fraction of the memory,
             a third more work.
         vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
-        taps: after how many layers further hidden states are kept, for drafters that read several (`eagle3`).
     """
 
     temperature: float = 1.0
     valid_vocab: int | None = None
     remat: bool = False
     vocab_block: int | None = None
-    taps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not 0 < self.temperature < float("inf"):
@@ -62,16 +60,10 @@ class Forward(NamedTuple):
 
 
 def hidden_states(
-    params: Any,
-    model_config: ModelConfig,
-    batch: PackedBatch,
-    *,
-    reach: Reach | None = None,
-    remat: bool = False,
-    taps: tuple[int, ...] = (),
+    params: Any, model_config: ModelConfig, batch: PackedBatch, *, reach: Reach | None = None, remat: bool = False
 ) -> jax.Array:
-    """Final-norm hidden states `[M, T, H]` of packed rows (with `taps`, those of the taps behind them): what `Transformer`
-    computes, traced once a kind of layer.
+    """Final-norm hidden states `[M, T, H]` of packed rows (with taps, theirs behind them): what `Transformer` computes, traced
+    once a kind of layer.
 
     Rows are laid end to end, so that every matrix product, forward and backward, is a plain two-dimensional one.
     """
@@ -97,7 +89,7 @@ def hidden_states(
     tapped = []
     for i in range(c.num_layers):
         x = layer_like(c.is_local(i))(params[f"layer_{i}"], x, (ropes[c.is_local(i)], rows))
-        if i + 1 in taps:
+        if i + 1 in c.taps:
             tapped.append(x)
     x = Norm(c.norm, c.norm_eps, c.norm_offset).apply({"params": params["final_norm"]}, x)
     if tapped:
@@ -120,8 +112,8 @@ def forward(
     entropy_gradient: bool = False,
 ) -> Forward:
     """Runs the policy over packed rows. Only response positions meet the vocabulary projection."""
-    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat, taps=config.taps)
-    sources = source_hidden(hidden[..., : model_config.hidden_size] if config.taps else hidden, batch)
+    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat)
+    sources = source_hidden(final_hidden(hidden, model_config), batch)
     log_probs, entropy = token_log_probs(
         params,
         sources.reshape(-1, sources.shape[-1]),

@@ -1,9 +1,11 @@
 """Generating responses with one published policy, any number of drafters and a controller that chooses among them."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.models.families import ModelConfig
@@ -16,7 +18,7 @@ from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.rollout.tree_round import check_tree
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.history_store import HistoryStore
-from adrl_jax.types import Request, SamplingParams
+from adrl_jax.types import Request, Rollout, SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "GenerateResult"]
 
@@ -26,6 +28,8 @@ class Engine:
 
     Attributes:
         programs: what has been compiled so far.
+        collect: called by `generate` with each response that has ended and its hidden states `[n - 1, C]` (numpy, to be copied),
+            where a drafter reads any; None hands nothing out.
         version, drafter_version: of what is published, -1 before the first `publish`.
     """
 
@@ -37,8 +41,9 @@ class Engine:
         Raises:
             ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's.
         """
-        self.model_config, self.config = model_config, config
-        self.drafters = dict(drafters or {})
+        self.config, self.drafters = config, dict(drafters or {})
+        taps = sorted({n for d in self.drafters.values() for n in getattr(d, "taps", ())})
+        self.model_config = dataclasses.replace(model_config, taps=tuple(taps))
         for strategy in config.strategies:
             drafter = drafter_or_none(strategy, self.drafters)
             if strategy.width > 1:
@@ -53,6 +58,7 @@ class Engine:
             raise ValueError(f"EngineConfig.max_length={config.max_length} exceeds the model's max_positions={limit}")
         self.programs = Programs()
         self.drafter_version = -1
+        self.collect: Callable[[Rollout, np.ndarray], None] | None = None
         self._served: Served | None = None
 
     @property
@@ -120,7 +126,7 @@ class Engine:
             raise ValueError("the engine has no weights yet: call publish first")
         limit = self.model_config.max_positions if self.config.max_length is None else self.config.max_length
         admission.check(requests, self.model_config.vocab_size, limit)
-        return Serving(
+        serving = Serving(
             self._served,
             self.config,
             self.programs,
@@ -132,7 +138,9 @@ class Engine:
             on_launch,
             expected_tokens,
             history,
-        ).run()
+        )
+        serving.collect = self.collect
+        return serving.run()
 
 
 def _served(drafter: Drafter, drafter_params: Any, params: Any) -> Any:

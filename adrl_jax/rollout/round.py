@@ -100,7 +100,7 @@ def prefill(config: ModelConfig, width: int, keep_hidden: bool, params: Any, tok
     count, _chunk = tokens.shape
     prefilled = Prefilled(
         init_cache(config, count, width),
-        jnp.zeros((count, width, config.hidden_size), config.compute_dtype) if keep_hidden else None,
+        jnp.zeros((count, width, config.hidden_channels), config.compute_dtype) if keep_hidden else None,
     )
     return continue_prefill(config, params, tokens, prefilled, jnp.zeros(count, jnp.int32))
 
@@ -153,7 +153,7 @@ def decode_round(
         decide = verify.coupled if config.verification == "coupled" else verify.rejection
         extra = {} if config.verification == "coupled" else {"log_q": log_q}
         verdict = decide(
-            transformer.logits(params, hidden),
+            transformer.logits(params, transformer.final_hidden(hidden, config.model)),
             drafts,
             count,
             state.temperature,

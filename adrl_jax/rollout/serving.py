@@ -64,7 +64,13 @@ class GenerateResult:
 
 
 class Serving:
-    """State of one call; `run` may be called once."""
+    """State of one call; `run` may be called once.
+
+    Attributes:
+        collect: see `Engine.collect`.
+    """
+
+    collect: Callable[[Rollout, np.ndarray], None] | None = None
 
     def __init__(
         self,
@@ -357,6 +363,7 @@ class Serving:
             return
         done = slots.request[finished]
         tokens, log_probs, reason = jax.device_get((self.state.tokens, self.state.log_probs, self.state.finish_reason))
+        hidden = None if self.collect is None or self.state.hidden is None else jax.device_get(self.state.hidden)
         for row in finished:
             index, n = slots.request[row], int(slots.length[row])
             request = self.requests[index]
@@ -378,6 +385,8 @@ class Serving:
                 noise_visit=request.noise_visit,
             )
             slots.request[row] = -1
+            if hidden is not None:
+                self.collect(self.rollouts[index], hidden[row, : n - 1])
             if self.history is not None:
                 self.history.add(self.rollouts[index])
         if self.history is not None:

@@ -66,7 +66,7 @@ def tree_round(
     model = transformer.Transformer(config.model)
     hidden, cache = model.apply({"params": params}, tree.tokens, positions, attend=attend, cache=cache)
     with jax.named_scope("verify"):
-        logits = transformer.logits(params, hidden)
+        logits = transformer.logits(params, transformer.final_hidden(hidden, config.model))
         walk = decide(logits, tree, strategy, state.temperature, state.request_keys, state.length, config.law)
         budget = jnp.where(running, state.limit - state.length, 0)
         committed, reason = verify.truncate(walk.verdict, config.eos_ids, budget, state.ignore_eos)

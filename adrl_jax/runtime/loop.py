@@ -81,6 +81,7 @@ class _Run:
                 self.checkpointer.close()
                 return finished
         self.state = self._begin(saved, host)
+        self.parts.adapting.begin(self.facts.get("drafter"), self.workdir)
         self._open_logs(host)
         self.started = time.monotonic() - self.facts["seconds"]
         try:
@@ -156,6 +157,7 @@ class _Run:
 
     def _save(self) -> None:
         self.facts["seconds"] = time.monotonic() - self.started
+        self.facts["drafter"] = self.parts.adapting.record()
         history = self.parts.history
         self.checkpointer.save(
             self.state.clock,
@@ -175,6 +177,7 @@ class _Run:
 
     def _end(self) -> None:
         self._close_progress()
+        self.parts.adapting.close()
         self.checkpointer.close()
         for file in (self.metrics, self.samples, self.arms):
             file.close()
@@ -248,6 +251,7 @@ class _Run:
         with watch.phase("rollout"):
             noise_visits = np.zeros_like(visits) if c.reuse_noise else None
             requests = collect.requests_for(prompts, visits, c.group_size, c.max_new_tokens, noise_visits=noise_visits)
+            parts.adapting.before_rollout(step, state.learner, parts.engine)
             result = parts.engine.generate(
                 requests,
                 c.sampling,
@@ -259,6 +263,9 @@ class _Run:
                 history=parts.history,
             )
             self.lengths.learn(result.rollouts)
+        with watch.phase("drafter"):
+            parts.adapting.after_rollout(parts.engine, result.stats.launches)
+        update = parts.update if parts.frozen_update is None or parts.adapting.wanted else parts.frozen_update
         with watch.phase("reward"):
             scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
             scored = collect.with_advantages(scored, parts.advantage)
@@ -269,13 +276,14 @@ class _Run:
         learner, updates = state.learner, []
         with watch.phase("update"):
             for batch in batches:
-                learner, values = parts.update(learner, batch)
+                learner, values = update(learner, batch)
                 updates.append(values)
             updates = [numbers.on_host(values) for values in updates]
+            learner = parts.adapting.hand_back(learner)
         self.state = state._replace(learner=learner, bandit=result.bandit_state, cursor=after, step=np.int32(step))
         with watch.phase("sync"):
             self._publish()
-        row = collect.metrics(scored) | numbers.of_updates(updates)
+        row = collect.metrics(scored) | numbers.of_updates(updates) | parts.adapting.row()
         row |= numbers.of_rollouts(result.stats, result.rollouts, parts.strategies)
         row["frac_zero_adv_groups"] = scored.frac_zero_std
         row |= numbers.of_staleness(result.rollouts, version) | watch.metrics() | self._versions()
@@ -314,11 +322,13 @@ class _Run:
             self.parts.model_config,
             drafter=learner.drafter_params,
             drafter_version=int(learner.drafter_version),
+            drafter_name=self.parts.drafter_name,
             others=self.parts.fixed_drafters,
         )
         self.parts.engine.publish(
             self.snapshot.params, self.snapshot.version, self.snapshot.drafter_params, self.snapshot.drafter_version
         )
+        self.parts.adapting.published(self.snapshot)
 
     def _versions(self) -> dict[str, Any]:
         s = self.snapshot

@@ -9,6 +9,7 @@ import numpy as np
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.learner.update import LearnerState, Update
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.runtime.adapting import Adapting
 from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
 from adrl_jax.speculation.history_store import HistoryStore
@@ -113,6 +114,10 @@ class Parts:
         fixed_drafters: served weights of drafters that are not trained here, by name.
         replay: arms of each step to repeat, or None.
         identity: what a checkpoint must agree with to be resumed, as flat JSON.
+        drafter_name: under which the engine knows the trained drafter.
+        adapting: when the drafter is trained, and what its acceptance says.
+        frozen_update: an `update` that leaves the drafter alone, for steps in which `adapting` does not ask for more; None where
+            there is but one way.
     """
 
     model_config: ModelConfig
@@ -135,6 +140,9 @@ class Parts:
     fixed_drafters: Mapping[str, Any]
     replay: Mapping[int, list[int]] | None
     identity: Mapping[str, Any]
+    drafter_name: str = "eagle"
+    adapting: Adapting = dataclasses.field(default_factory=Adapting)
+    frozen_update: Update | None = None
 
     @property
     def off(self) -> int:

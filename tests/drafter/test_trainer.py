@@ -133,9 +133,7 @@ def test_refreshed_features_are_judged_by_the_new_policy_and_weighted():
     everything = eagle.split(params)[0]
     measure = warmup.make_measure(world.TINY, CONFIG)
     # All ids through the map, whose normaliser comes from the log-probs, equals all ids without one.
-    np.testing.assert_allclose(
-        measure(params, new, [lesson])["loss"], measure(everything, new, [lesson])["loss"], rtol=1e-4
-    )
+    np.testing.assert_allclose(measure(params, new, [lesson])["loss"], measure(everything, new, [lesson])["loss"], rtol=1e-4)
     weighted = warmup.make_measure(world.TINY, dataclasses.replace(CONFIG, importance_weights="token", importance_cap=1.5))
     found = weighted(everything, new, [lesson])
     assert 0 < found["weight"] < 1.5 and found["loss"] != pytest.approx(measure(everything, new, [lesson])["loss"])
