@@ -49,8 +49,10 @@ def samples_of(count: int, longest: int, median: float, sigma: float, seed: int 
 def packed(samples: Sequence[Sample], rows: int, longest: int) -> list[Lesson]:
     """First-fit-decreasing rows, `rows` to a lesson."""
     plan = packing.plan([s.rollout for s in samples], "plain", longest)
-    members = [[samples[m] for segment in row for m in segment.members] for row in plan]
-    groups = [sum(members[i : i + rows], []) for i in range(0, len(members), rows)]
+    groups = [
+        [samples[m] for row in plan[i : i + rows] for segment in row for m in segment.members]
+        for i in range(0, len(plan), rows)
+    ]
     return [pack_samples(g, rows=rows, row_length=longest, target_multiple=TARGETS) for g in groups]
 
 

@@ -102,7 +102,7 @@ def test_the_latest_stay_and_a_version_is_written_once(tmp_path):
 
 def test_faults_are_named(tmp_path):
     params, opt_state = made()
-    with pytest.raises(ValueError, match="DrafterSaver.keep=0"):
+    with pytest.raises(ValueError, match=r"DrafterSaver\.keep=0"):
         DrafterSaver(tmp_path, DRAFTER, keep=0)
     with pytest.raises(FileNotFoundError, match="absent"):
         load_optimizer(tmp_path, opt_state)

@@ -53,7 +53,7 @@ def test_layers_are_sensible_for_every_depth():
         30: (2, 15, 27),
     }  # fmt: skip
     assert taps_of(3) == (1, 2) and taps_of(30) == (2, 15, 27) and taps_of(2) == (1,)
-    with pytest.raises(ValueError, match="num_layers=1.*choose eagle"):
+    with pytest.raises(ValueError, match=r"num_layers=1.*choose eagle"):
         Eagle3(ModelConfig("llama", num_layers=1, **SIZES))
     with pytest.raises(ValueError, match=r"taps=\(3,\)"):
         ModelConfig("llama", num_layers=3, taps=(3,), **SIZES)
