@@ -37,11 +37,13 @@ log = logging.getLogger("adrl_jax")
 
 @dataclasses.dataclass(frozen=True)
 class AdaptingConfig:
-    """Attributes:
-    mode: one of `MODES`.
-    drafters: names of the strategies' drafters that draft with the trained one.
-    spot_steps: `spot` on a single device: training steps after each rollout.
-    save_every: steps between saves of the drafter alone; 0: none.
+    """What is asked of it.
+
+    Attributes:
+        mode: one of `MODES`.
+        drafters: names of the strategies' drafters that draft with the trained one.
+        spot_steps: `spot` on a single device: training steps after each rollout.
+        save_every: steps between saves of the drafter alone; 0: none.
     """
 
     mode: str = "off"

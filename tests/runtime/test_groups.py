@@ -95,7 +95,7 @@ def test_tokens_are_the_same_and_the_idle_device_alone_trains(world):
 
 def test_siblings_stay_together_and_an_empty_share_is_no_fault(world):
     shares = deal(REQUESTS, 3)
-    assert sorted(sum(shares, [])) == list(range(8)) and shares == [[0, 1, 6, 7], [2, 3], [4, 5]]
+    assert sorted(i for share in shares for i in share) == list(range(8)) and shares == [[0, 1, 6, 7], [2, 3], [4, 5]]
     _, group, *_ = world
     few = REQUESTS[2:4]
     plain = fixed(0, 2)
