@@ -131,6 +131,7 @@ def _open(c: WarmupConfig) -> tuple[Policy, Sequence[Prompt], Sequence[Prompt]]:
     task = task.encode(target.tokenizer)
     first, most = c.generation.first_prompt, c.task.train_prompts
     everything, held_out = task.prompts("train"), task.prompts("test")[: c.task.eval_prompts]
+    require(len(everything) > 0, "task.path", c.task.path, "no training prompts in it")
     require(len(everything) > first, "generation.first_prompt", first, f"the train split has {len(everything)} prompts")
     require(len(held_out) > 0, "task.path", c.task.path, "no test prompts in it")
     train = everything[first : first + most]
