@@ -1,7 +1,7 @@
 """Everything that changes during a run, saved as one Orbax tree, and found again after any kind of end.
 
 A checkpoint of step `n` has two items: `state`, a nested dict of named arrays, and `host`, a JSON record (the identity of
-the run, counters, log lengths). The state is written from a private host copy, so that the learner may donate its buffers
+the run, counters, log lengths); where work was under way also `work`, arrays of whatever shapes. The state is written from a private host copy, so that the learner may donate its buffers
 while the save is still going on, and it is read back against a template: names, shapes and dtypes must agree exactly.
 """
 
@@ -73,7 +73,11 @@ class Checkpointer:
             preservation_policy=ocp.checkpoint_managers.LatestN(keep), enable_async_checkpointing=True
         )
         # Handlers by name: without them a manager cannot tell what a step holds before it has saved one itself.
-        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            "host": ocp.JsonCheckpointHandler(),
+            "work": ocp.StandardCheckpointHandler(),
+        }
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         self._last_saved = self.latest()
 
@@ -85,8 +89,9 @@ class Checkpointer:
         steps = self.steps()
         return steps[-1] if steps else None
 
-    def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
-        """Starts writing `state` (pytree of arrays) and `host` (JSON) as `step`; returns once both are copied.
+    def save(self, step: int, state: Any, host: Mapping[str, Any], work: Mapping[str, np.ndarray] | None = None) -> None:
+        """Starts writing `state` (pytree of arrays), `host` (JSON) and `work` (flat dict of arrays, not empty ones) as `step`;
+        returns once all are copied.
 
         Saving a step that this directory already has is a no-op, so that "save at the end" needs no bookkeeping.
 
@@ -102,11 +107,10 @@ class Checkpointer:
         # np.asarray of a CPU array is a view of the very buffer that the next update gives away; hence the copy.
         copies = {name: np.array(leaf, copy=True) for name, leaf in named_arrays(state).items()}
         record = json.loads(json.dumps(host))
-        saved = self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(_nest(copies)), host=ocp.args.JsonSave(record)),
-            force=True,
-        )
+        items: dict[str, Any] = {"state": ocp.args.StandardSave(_nest(copies)), "host": ocp.args.JsonSave(record)}
+        if work:
+            items["work"] = ocp.args.StandardSave({name: np.array(x, copy=True) for name, x in work.items()})
+        saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         if not saved:
             raise RuntimeError(f"Orbax declined to save step {step} in {self.directory}")
         self._last_saved = step
@@ -114,6 +118,15 @@ class Checkpointer:
     def host(self, step: int) -> dict[str, Any]:
         """The JSON record of a committed step."""
         return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
+    def work(self, step: int) -> dict[str, np.ndarray]:
+        """The work under way that a committed step was saved with; empty where there was none."""
+        if not (self.directory / str(step) / "work").is_dir():
+            return {}
+        stored = self._manager.item_metadata(step)["work"].tree
+        blank = {name: np.zeros(x.shape, x.dtype) for name, x in named_arrays(stored).items()}
+        found = self._manager.restore(step, args=ocp.args.Composite(work=ocp.args.StandardRestore(blank)))["work"]
+        return {name: np.asarray(x) for name, x in found.items()}
 
     def restore(self, step: int, template: Any, renew: Sequence[str] = ()) -> Any:
         """The state of a committed step, in the types, dtypes and placement of `template`.

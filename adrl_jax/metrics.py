@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -121,7 +122,7 @@ class MetricLog:
 
 
 class CompileClock:
-    """Seconds that JAX has spent tracing, lowering and compiling in this process since the clock was made."""
+    """Seconds that JAX has spent tracing, lowering and compiling in the thread that made the clock, since it was made."""
 
     _EVENTS = (
         "/jax/core/compile/jaxpr_trace_duration",
@@ -133,10 +134,11 @@ class CompileClock:
         self.programs = 0
         self.seconds = 0.0
         self._open: list[tuple[float, float]] = []
+        self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **_: Any) -> None:
-        if event not in self._EVENTS:
+        if event not in self._EVENTS or threading.get_ident() != self._thread:
             return
         self.programs += event == self._EVENTS[-1]
         now = time.perf_counter()

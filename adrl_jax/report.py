@@ -25,7 +25,7 @@ from adrl_jax.metrics import read_lines
 _INK, _MUTED, _GRID = "#1c2330", "#6b7483", "#e7eaf0"
 _BLUE, _ORANGE = "#2f6fed", "#e8833a"
 _ARMS = ("#c3cad6", "#2f6fed", "#e8833a", "#2aa198", "#b5539c", "#8a6fd1", "#6aa84f", "#d6a419", "#c0504d")
-_PHASES = ("rollout", "reward", "pack", "update", "sync", "compile")
+_PHASES = ("rollout", "learner_wait", "refresh", "reward", "pack", "measure", "update", "sync", "compile")
 
 _STYLE = {
     "svg.fonttype": "none",

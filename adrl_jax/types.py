@@ -92,6 +92,9 @@ class Request:
         forced_length: benchmark aid: end tokens are ignored and the response has exactly `max_new_tokens` tokens.
         noise_visit: names the noise in place of `visit`, for research into noise that is reused across epochs: the law of such
             a response leans to what was reinforced since, see the option `reuse_noise_across_epochs`. None: `visit`.
+        draft: int32 `[D]`, `1 <= D <= max_new_tokens`: what another policy answered to this very request, with the same
+            noise. It is verified in one pass and continued where the serving policy first differs (`rollout.refresh`); what
+            comes out is what a request without it gets. None: there is none.
     """
 
     prompt: Prompt
@@ -101,6 +104,7 @@ class Request:
     max_new_tokens: int
     forced_length: bool = False
     noise_visit: int | None = None
+    draft: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +224,13 @@ class PackedBatch(NamedTuple):
         advantages: float32 `[M, U]`.
         rollout_index: int32 `[M, U]`, which rollout of the batch the target belongs to (0 for padding; see mask).
         staleness: int32 `[M, U]`, learner version minus the version that drew the token.
+        group_index: int32 `[M, U]`, which group of the batch the target belongs to (0 for padding).
+        proximal: float32 `[M, U]`, log-probs of the learner's weights when the batch arrived; None where not recomputed.
+        proximal_lag: int32 `[M, U]`, updates since those weights; None where nothing needs it.
+        reference: float32 `[M, U]`, log-probs of the reference model; None without one.
+        keep: bool `[M, U]`, a rejection mask decided over the whole optimizer batch; None without one.
+        returns, values: float32 `[M, U]`, what a value model should predict and what it predicted when the batch arrived;
+            None without one.
     """
 
     token_ids: jax.Array
@@ -234,3 +245,10 @@ class PackedBatch(NamedTuple):
     advantages: jax.Array
     rollout_index: jax.Array
     staleness: jax.Array
+    group_index: jax.Array
+    proximal: jax.Array | None = None
+    proximal_lag: jax.Array | None = None
+    reference: jax.Array | None = None
+    keep: jax.Array | None = None
+    returns: jax.Array | None = None
+    values: jax.Array | None = None

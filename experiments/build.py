@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from adrl_kernels import choice
 
 from adrl_jax.bandit.base import Bandit, signature
 from adrl_jax.bandit.beg import beg, beg_static
@@ -20,13 +21,12 @@ from adrl_jax.bandit.goodput import goodput
 from adrl_jax.bandit.thompson import thompson
 from adrl_jax.bandit.ucb import ucb
 from adrl_jax.drafter import checkpoint as saved_drafter
-from adrl_jax.learner import advantages, packing, supervised
-from adrl_jax.learner.optimizer import make_optimizer
-from adrl_jax.learner.update import LearnerState, Update, data_mesh, init_state, make_update
+from adrl_jax.learner import supervised
+from adrl_jax.learner.disagreement import Measure, make_measure
 from adrl_jax.models import tokenizer as tokenizers
 from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.tokenizer import Tokenizer
+from adrl_jax.rewards import reward_model
 from adrl_jax.rewards.pool import ScorerPool
 from adrl_jax.runtime import arms
 from adrl_jax.runtime.collect import Scorer
@@ -41,35 +41,14 @@ from adrl_jax.speculation.merged import Merged
 from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
-from adrl_jax.types import PackedBatch, Prompt, Rollout
-from experiments import adapt, resolve, rules
+from adrl_jax.types import PackedBatch, Prompt
+from experiments import adapt, devices, learners, resolve, rules
 from experiments.config import Config
+from experiments.learners import Policy, packer, row_lengths
 from experiments.schema import ConfigError, require
 
-_ADVANTAGES = {
-    "grpo": advantages.group_normalized,
-    "dr_grpo": advantages.group_centered,
-    "rloo": advantages.leave_one_out,
-}
-# Tasks that an embedded model can speak, and in which characters.
-_ALPHABETS = {"division": division.ALPHABET}
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The model a run trains.
-
-    Attributes:
-        config: sizes and traits.
-        tokenizer: of the model or of the task.
-        make: fresh float32 parameters, the same at every call.
-        source: where they come from, for logs and checkpoints.
-    """
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    make: Callable[[], Any]
-    source: str
+ALPHABETS = {"division": division.ALPHABET}
+"""Tasks that an embedded model can speak, and in which characters."""
 
 
 def policy(c: Config, alphabet: str | None) -> Policy:
@@ -120,13 +99,6 @@ def trained_drafter(c: Config, target: Policy) -> Eagle | None:
     arms = ", ".join(sorted(names & set(rules.LEARNED)))
     fits = found.name == kind.name or names.isdisjoint({"eagle", "eagle3"})
     require(fits, "drafter.path", c.drafter.path, f"it holds an `{found.name}` drafter, and rollout.strategies has {arms} arms")
-    require(
-        found.draft_vocab_size is None,
-        "drafter.path",
-        c.drafter.path,
-        f"its draft vocabulary has {found.draft_vocab_size} ids, and a drafter that learns along with the policy needs all: "
-        "warm it up with --config.training.draft_vocab_size=0",
-    )
     return found
 
 
@@ -185,40 +157,11 @@ def bandit(c: Config) -> Bandit:
     return makers[b.name]()
 
 
-def row_lengths(longest: int) -> tuple[int, ...]:
-    """Candidate row lengths: 1, 1.5, 2, 3, 4, 6, … times 64 tokens, from the first that holds `longest` to four times that."""
-    steps = [64 * 2**i * k // 2 for i in range(24) for k in (2, 3)]
-    fitting = [n for n in steps if n >= longest]
-    return tuple(n for n in fitting if n <= 4 * fitting[0])
-
-
-def cost_model(config: ModelConfig) -> packing.CostModel:
-    """Floating-point operations of an update by token, target and attended pair. Deterministic, unlike a stop-watch: a
-    choice that looked at the clock would pack a resumed run differently, and its weights would differ in the last bits."""
-    c = config
-    heads = (c.num_heads + 2 * c.num_kv_heads + c.num_heads) * c.head_dim
-    layer = c.hidden_size * (heads + (3 if c.gated_mlp else 2) * c.intermediate_size)
-    return packing.CostModel(
-        per_token=6.0 * c.num_layers * layer,
-        per_target=6.0 * c.vocab_size * c.hidden_size,
-        per_pair=12.0 * c.num_layers * c.num_heads * c.head_dim,
-    )
-
-
-def packer(c: Config, config: ModelConfig) -> Callable[[Sequence[Rollout], Any, int], PackedBatch]:
-    """`(rollouts, advantages, version) -> PackedBatch`."""
-    x = c.learner
-    # Rows come in multiples that devices, microbatches and the user's own multiple all divide.
-    multiple = int(np.lcm(x.devices * x.microbatch_rows, x.row_multiple))
-    candidates = row_lengths(c.task.max_prompt_tokens + c.train.max_new_tokens)
-    cost = cost_model(config)
-
-    def pack(rollouts: Sequence[Rollout], values: Any, version: int) -> PackedBatch:
-        sizes = dict(layout=x.layout, row_multiple=multiple, target_multiple=x.target_multiple)
-        length = x.row_length or packing.choose_row_length(rollouts, candidates, cost, **sizes)
-        return packing.pack(rollouts, values, row_length=length, version=version, **sizes)
-
-    return pack
+def disagreement(c: Config, config: ModelConfig, valid_vocab: int) -> Measure | None:
+    """What tells how stale data are; None where tokens do not come from coupled noise."""
+    if c.rollout.verification != "coupled":
+        return None
+    return make_measure(config, seed=c.seed, temperature=c.sampling.temperature, valid_vocab=valid_vocab)
 
 
 def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
@@ -237,30 +180,6 @@ def identity(c: Config, target: Policy) -> dict[str, Any]:
     model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k not in ("rope_scaling", "taps")}
     task = {"task.name": c.task.name, "task.train_prompts": c.task.train_prompts}
     return {"seed": c.seed, "tokenizer": target.tokenizer.fingerprint(), **model, **task}
-
-
-def init_learner(
-    c: Config, target: Policy, eagle: Eagle | None, warm: bool, mesh: jax.sharding.Mesh
-) -> Callable[[], LearnerState]:
-    """Fresh weights with the optimizer of the first phase, placed as updates return them (else the second step, whose
-    inputs are placed otherwise than the first one's, would compile anew)."""
-    optimizer = make_optimizer(resolve.warm_optimizer_config(c) if warm else resolve.optimizer_config(c))
-    path = c.drafter.path
-    key = jax.random.fold_in(jax.random.key(c.seed), 1)
-
-    def init() -> LearnerState:
-        extra: dict[str, Any] = {}
-        if eagle is not None:
-            extra["drafter_params"] = saved_drafter.load(path, eagle.config)[1] if path else eagle.init_params(key)
-            extra["drafter_optimizer"] = make_optimizer(resolve.drafter_optimizer_config(c))
-        return on_mesh(init_state(target.make(), optimizer, **extra), mesh)
-
-    return init
-
-
-def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """`tree` on every device of the mesh."""
-    return jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
 
 
 def warm_batches(c: Config, task: Any, target: Policy, pack: Callable[..., PackedBatch]) -> Callable[[int], PackedBatch]:
@@ -326,6 +245,12 @@ def scoring(c: Config, task: Any) -> Iterator[Scorer]:
         yield pool.score
 
 
+def proxy(c: Config) -> Scorer:
+    """The reward model that training responses are scored by."""
+    longest = c.task.max_prompt_tokens + c.train.max_new_tokens
+    return reward_model.Rewarder(reward_model.load(c.task.reward_model), row_lengths(longest)[0])
+
+
 def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     """Everything the loop needs.
 
@@ -337,8 +262,12 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     Raises:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
     """
-    require(c.learner.devices <= jax.device_count(), "learner.devices", c.learner.devices, f"at most {jax.device_count()} here")
-    target = policy(c, _ALPHABETS.get(c.task.name))
+    learner_devices, generator_device = devices.groups(c)
+    try:
+        choice.check_platform(c.kernels.implementation, "kernels.implementation")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    target = policy(c, ALPHABETS.get(c.task.name))
     task = task.encode(target.tokenizer)
     train, held_out = task.prompts("train"), task.prompts("test")
     require(len(train) > 0, "task.path", c.task.path, "no training prompts in it")
@@ -349,24 +278,12 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
     eagle = trained_drafter(c, target)
     found, served = drafters(c, target, eagle)
     adapts = adapt.adapting(c, target, eagle)
-    read = target.config if eagle is None else eagle.target
     valid_vocab = target.tokenizer.size
-    mesh, pack = data_mesh(c.learner.devices), packer(c, target.config)
-    shared: dict[str, Any] = dict(microbatch_rows=c.learner.microbatch_rows, valid_vocab=valid_vocab, remat=c.learner.remat)
-    with_drafter: dict[str, Any] = dict(
-        drafter=resolve.drafter_loss_config(c),
-        drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
-    )
-    optimizer = make_optimizer(resolve.optimizer_config(c))
+    mesh = devices.mesh(learner_devices)
+    learning = learners.build(c, target, eagle, mesh)
     warm = c.warm_start.steps > 0
-    warm_optimizer = make_optimizer(resolve.warm_optimizer_config(c))
     strategies = rules.strategies(c)
     replay = c.rollout.replay_arms
-
-    def policy_update(**extra: Any) -> Update:
-        loss = resolve.loss_config(c)
-        return make_update(read, loss, optimizer, mesh, temperature=c.sampling.temperature, **shared, **extra)
-
     controller, groups = bandit(c), c.drafter.spot_groups
     named = signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c))
     return Parts(
@@ -374,23 +291,25 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         tokenizer=target.tokenizer,
         train_prompts=train[: c.task.train_prompts],
         eval_prompts=eval_prompts,
-        scorer=scorer,
+        scorer=proxy(c) if c.task.reward_model else scorer,
+        eval_scorer=scorer if c.task.reward_model else None,
         engine=adapt.engine(c, target, found, adapts),
         strategies=strategies,
         bandit=controller if groups == 1 else Grouped(controller, groups),
         controller=named if groups == 1 else f"{named}, on {groups} device groups",
         history=history_store(c),
-        init_learner=init_learner(c, target, eagle, warm, mesh),
-        advantage=_ADVANTAGES[c.learner.advantage],
-        pack=pack,
-        update=policy_update(**(with_drafter if c.drafter.when in ("joint", "on_demand") else {})),
-        init_rl_optimizer=lambda params: on_mesh(optimizer.init(params), mesh),
-        warm_batch=warm_batches(c, task, target, pack) if warm else None,
-        warm_update=supervised.make_supervised_update(read, warm_optimizer, mesh, **shared, **with_drafter) if warm else None,
+        init_learner=learning.init,
+        prepare=learning.prepare,
+        update=learning.update,
+        begin_rl=learning.begin_rl,
+        warm_batch=warm_batches(c, task, target, packer(c, target.config)) if warm else None,
+        warm_update=learning.warm_update,
         fixed_drafters=served,
         replay=arms.load(Path(replay), strategies, range(1, c.train.steps + 1)) if replay else None,
         identity=identity(c, target),
+        disagreement=disagreement(c, target.config, valid_vocab),
+        generator_device=generator_device,
         drafter_name="eagle" if eagle is None else eagle.name,
         adapting=adapts,
-        frozen_update=policy_update() if c.drafter.when == "on_demand" else None,
+        frozen_update=learning.frozen_update,
     )

@@ -18,10 +18,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adrl_kernels.choice import IMPLEMENTATIONS
 from ml_collections import config_dict
 
 from adrl_jax.models.families import FAMILIES
+from adrl_jax.rollout.served import CACHES
+from adrl_jax.runtime.choice import CHOICES as REFRESHES
+from adrl_jax.runtime.parts import MODES
 from experiments import rules, schema
+from experiments.learner_config import Learner
 from experiments.schema import option
 
 VERIFICATIONS = ("coupled", "rejection")
@@ -56,6 +61,9 @@ class Task:
         "flexible",
         "arithmetic, gsm8k: which answers count, the `####` line alone or any usual style",
         choices=("strict", "flexible"),
+    )
+    reward_model: str = option(
+        "", "folder of experiments.reward_model whose score is the reward of training; evaluation keeps the task's own"
     )
     max_prompt_tokens: int = option(256, "prompts longer than this are an error, never cut", low=1)
     reward_timeout: float = option(10.0, "seconds after which the scoring of one response is stopped and counted", above=0)
@@ -227,49 +235,6 @@ class Drafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
-    """Loss and optimizer of the policy."""
-
-    advantage: str = option(
-        "grpo",
-        "`grpo`: (r - mean) / std in the group; `dr_grpo`: r - mean; `rloo`: leave-one-out baseline",
-        choices=("grpo", "dr_grpo", "rloo"),
-    )
-    aggregation: str = option(
-        "token",
-        "the loss is a mean over tokens, over sequences of their token means, or (Dr. GRPO) a sum over "
-        "sequences x train.max_new_tokens",
-        choices=("token", "sequence", "constant"),
-    )
-    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this", above=0, high=1)
-    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this", above=0)
-    entropy_coef: float = option(0.0, "entropy bonus, in units of the loss a nat", low=0)
-    learning_rate: float = option(1e-5, "AdamW's peak step size", above=0)
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up", low=0)
-    schedule: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
-    beta1: float = option(0.9, "AdamW's decay of the first moment", low=0, below=1)
-    beta2: float = option(0.95, "AdamW's decay of the second moment", low=0, below=1)
-    weight_decay: float = option(0.0, "decoupled weight decay", low=0)
-    max_grad_norm: float = option(1.0, "clip the gradient to this norm", above=0)
-    minibatches: int = option(1, "optimizer steps on one rollout batch; divides train.prompts_per_step", low=1)
-    layout: str = option(
-        "prefix_shared",
-        "`prefix_shared` computes a group's prompt once; `plain` once a response",
-        choices=("prefix_shared", "plain"),
-    )
-    row_length: int = option(0, "tokens of a packed row; 0 takes the cheapest by a cost model of the chosen policy", low=0)
-    row_multiple: int = option(
-        1,
-        "rows of a batch are rounded up to a multiple of this; more compiles fewer programs, and empty rows are skipped",
-        low=1,
-    )
-    target_multiple: int = option(64, "response tokens of a row are rounded up to a multiple of this, likewise", low=1)
-    microbatch_rows: int = option(1, "packed rows whose gradient is computed at once on each device", low=1)
-    remat: bool = option(False, "recompute activations in the backward pass to save memory")
-    devices: int = option(1, "devices that the packed rows are spread over", low=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class WarmStart:
     """Supervised updates on the task's worked examples before RL; they train the eagle drafter too."""
 
@@ -296,6 +261,7 @@ class Log:
     tensorboard: bool = option(True, "write TensorBoard event files to workdir/tensorboard")
     samples_per_step: int = option(16, "rollouts of each step that go to samples.jsonl; 0 writes none", low=0)
     report: bool = option(True, "write report.html at the end")
+    trace: bool = option(False, "write trace.json at the end: who worked when, for ui.perfetto.dev")
     compare_repeats: int = option(
         3, "timed repeats, each with and without speculation, of the closing comparison; 0 skips it", low=0
     )
@@ -303,12 +269,66 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """The machine."""
+    """The machine, and how generation and learning share it."""
 
+    mode: str = option(
+        "sync",
+        "`sync`: generate, then learn; `lagged`: the same, each batch by the policy `lag` batches ago (deterministic, one "
+        "device); `overlap`: at once, on devices of their own; `in_flight`: likewise, and new weights enter running requests",
+        choices=MODES,
+    )
+    lag: int = option(1, "lagged: policies that a batch is old when it is learnt from; 0 equals sync", low=0)
+    max_staleness: int = option(
+        1, "overlap, in_flight: no token is learnt from that is older than this many policies; one batch makes one", low=0
+    )
+    queue: int = option(2, "overlap, in_flight: finished batches that may wait before the generator pauses", low=1)
+    in_flight_cache: str = option(
+        "keep", "in_flight: running requests keep their cache when weights change, or have it computed anew", choices=CACHES
+    )
+    pin_versions: bool = option(
+        False,
+        "overlap: each batch by exactly the policy max_staleness batches ago, so that runs repeat bit for bit; else the newest",
+    )
+    generator_devices: tuple[int, ...] = option(
+        (), "overlap, in_flight: device that generates, as numbers of jax.devices(). Empty: the one after the learner's", low=0
+    )
+    learner_devices: tuple[int, ...] = option((), "devices that learn, learner.devices of them. Empty: the first ones", low=0)
+    heartbeat_timeout: float = option(
+        600.0, "seconds without a sign of life (compiling counts) after which the run ends with an error", above=0
+    )
+    allow_uncorrected: bool = option(False, "allow a loss without importance correction where data are stale")
+    refresh: str = option(
+        "off",
+        "stale batches are made current before they are learnt from (verified with their own noise and continued where they "
+        "differ): `off`, `always`, or `auto` by the disagreement and cost of earlier batches",
+        choices=REFRESHES,
+    )
+    refresh_lag: int = option(1, "refresh: batches at least this many policies old", low=1)
+    refresh_above: float = option(
+        0.05,
+        "refresh=auto: where at least this share of tokens is expected to differ; importance weights below",
+        above=0,
+        high=1,
+    )
+    refresh_cost: float = option(
+        1.0, "refresh=auto: not where it took more than this many times the seconds of generating a batch", above=0
+    )
     compilation_cache: str = option(
         "default",
         "JAX's persistent compilation cache: a folder, `default` (~/.cache/adrl_jax/xla), `workdir` "
         "(below the workdir), or `off`",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Who computes verify passes and the learner's log-probs."""
+
+    implementation: str = option(
+        "auto",
+        "`xla`; the Pallas kernels `pallas_tpu`, `pallas_gpu`, or `interpret` (those for TPU as plain operations, for tests); "
+        "`auto` takes what suits this machine and logs its choice once",
+        choices=IMPLEMENTATIONS,
     )
 
 
@@ -329,6 +349,7 @@ class Config:
     warm_start: WarmStart = dataclasses.field(default_factory=WarmStart)
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
+    kernels: Kernels = dataclasses.field(default_factory=Kernels)
     runtime: Runtime = dataclasses.field(default_factory=Runtime)
 
 

@@ -1,14 +1,15 @@
 """From settings to the small frozen dataclasses of the rooms. Nothing here touches a file or a device."""
 
 from adrl_jax.drafter.loss import DrafterLossConfig
-from adrl_jax.learner.losses import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig
 from adrl_jax.models import families
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.rollout.engine import EngineConfig
+from adrl_jax.runtime.choice import RefreshConfig
+from adrl_jax.runtime.experience import ExperienceConfig, GaeConfig
 from adrl_jax.runtime.parts import LoopConfig
 from adrl_jax.types import SamplingParams
-from experiments import rules
+from experiments import learner_rules, rules
 from experiments.config import Config
 
 
@@ -56,27 +57,54 @@ def engine_config(c: Config, eos_ids: tuple[int, ...], valid_vocab: int) -> Engi
         prefill_bucket=r.prefill_bucket,
         prefill_chunk=r.prefill_chunk or None,
         admission=r.admission,
+        kernels=c.kernels.implementation,
     )
 
 
-def loss_config(c: Config) -> LossConfig:
+def experience_config(c: Config) -> ExperienceConfig:
+    """What happens between scoring and learning."""
     x = c.learner
-    length = c.train.max_new_tokens if x.aggregation == "constant" else None
-    return LossConfig(x.clip_low, x.clip_high, x.aggregation, length, x.entropy_coef)
+    gae = GaeConfig(x.gamma, x.gae_lambda, x.bootstrap_truncated, x.whiten) if x.advantage == "gae" else None
+    in_reward = x.kl_in == "reward"
+    return ExperienceConfig(
+        loss=learner_rules.loss_config(c),
+        max_new_tokens=c.train.max_new_tokens,
+        minibatches=x.minibatches,
+        epochs=x.epochs,
+        eos_rule=x.eos_rule,
+        eos_penalty=x.eos_penalty,
+        overlong_margin=x.overlong_margin,
+        overlong_penalty=x.overlong_penalty,
+        drop_truncated=x.drop_truncated,
+        drop_zero_variance=x.drop_zero_variance,
+        reward_kl_coef=x.kl_coef if in_reward else 0.0,
+        reward_kl_estimator=x.kl_estimator,
+        reference_every=x.reference_every,
+        baseline_weights=x.advantage == "optimal",
+        gae=gae,
+    )
 
 
 def optimizer_config(c: Config) -> OptimizerConfig:
     x = c.learner
+    steps = c.train.steps * x.minibatches * x.epochs
     return OptimizerConfig(
         learning_rate=x.learning_rate,
         schedule=x.schedule,
         warmup_steps=x.warmup_steps,
-        total_steps=max(c.train.steps * x.minibatches, x.warmup_steps + 1),
+        total_steps=max(steps, x.warmup_steps + 1),
         b1=x.beta1,
         b2=x.beta2,
         weight_decay=x.weight_decay,
-        clip_norm=x.max_grad_norm,
+        clip_norm=x.max_grad_norm or None,
+        name=x.optimizer,
+        steps_per_unit=x.minibatches * x.epochs if x.schedule_unit == "batch" else 1,
     )
+
+
+def value_optimizer_config(c: Config) -> OptimizerConfig:
+    x = c.learner
+    return OptimizerConfig(learning_rate=x.value_learning_rate, clip_norm=x.max_grad_norm or None)
 
 
 def warm_optimizer_config(c: Config) -> OptimizerConfig:
@@ -89,7 +117,7 @@ def warm_optimizer_config(c: Config) -> OptimizerConfig:
         b1=c.learner.beta1,
         b2=c.learner.beta2,
         weight_decay=c.learner.weight_decay,
-        clip_norm=c.learner.max_grad_norm,
+        clip_norm=c.learner.max_grad_norm or None,
     )
 
 
@@ -116,17 +144,24 @@ def drafter_loss_config(c: Config) -> DrafterLossConfig | None:
     )
 
 
+def staleness_limit(c: Config) -> int:
+    """Versions that data may be old when they are learnt from."""
+    return {"sync": 0, "lagged": c.runtime.lag}.get(c.runtime.mode, c.runtime.max_staleness)
+
+
 def loop_config(c: Config) -> LoopConfig:
+    r = c.runtime
     return LoopConfig(
         seed=c.seed,
         steps=c.train.steps,
-        prompts_per_step=c.train.prompts_per_step,
+        prompts_per_step=learner_rules.prompts_per_step(c),
         group_size=c.train.group_size,
         max_new_tokens=c.train.max_new_tokens,
         sampling=sampling(c),
         reuse_noise=c.sampling.reuse_noise_across_epochs,
         reset_bandit=c.bandit.reset,
-        minibatches=c.learner.minibatches,
+        max_nonfinite=c.learner.max_nonfinite,
+        max_refills=c.learner.max_refills,
         warm_steps=c.warm_start.steps,
         evaluate_every=c.evaluation.every,
         eval_samples=c.evaluation.samples,
@@ -137,4 +172,13 @@ def loop_config(c: Config) -> LoopConfig:
         compare_repeats=c.log.compare_repeats,
         tensorboard=c.log.tensorboard,
         report=c.log.report,
+        updates_per_batch=c.learner.minibatches * c.learner.epochs,
+        mode=r.mode,
+        limit=staleness_limit(c),
+        queue=r.queue,
+        cache=r.in_flight_cache,
+        pinned=r.pin_versions,
+        silence_s=r.heartbeat_timeout,
+        refresh=RefreshConfig(r.refresh, r.refresh_lag, r.refresh_above, r.refresh_cost),
+        trace=c.log.trace,
     )

@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from adrl_jax.speculation.strategy import OFF, Strategy
+from experiments import devices, learner_rules
 from experiments.schema import ConfigError, require
 
 DRAFTERS = ("ngram", "history", "eagle", "eagle3", "merged", "model")
 TREE_DRAFTERS = ("eagle", "eagle3")
 LEARNED = ("eagle", "eagle3", "merged")  # strategies that draft with the trained drafter
 NEEDS_PATH = ("gsm8k",)
-HAS_WORKED_EXAMPLES = ("division",)
+HAS_WORKED_EXAMPLES = ("division", "arithmetic", "gsm8k")
 
 
-_STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)(-w(?P<width>\d+)-v(?P<verify>\d+))?")
+_STRATEGY = re.compile(r"(?P<drafter>\w+)-d(?P<depth>\d+)((-w(?P<width>\d+))?-v(?P<verify>\d+))?")
 
 
 def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
-    """`off`, `<drafter>-d<depth>`, or a tree `<drafter>-d<depth>-w<width>-v<verify tokens>`, as a `Strategy`.
+    """`off`, `<drafter>-d<depth>`, one with shared slots, `<drafter>-d<depth>-v<verify tokens>`, or a tree,
+    `<drafter>-d<depth>-w<width>-v<verify tokens>`, as a `Strategy`.
 
     Raises:
         ConfigError: anything else.
@@ -29,15 +31,14 @@ def parse_strategy(text: str, field: str = "rollout.strategies") -> Strategy:
     parts = _STRATEGY.fullmatch(text)
     if parts is None or parts["drafter"] not in DRAFTERS or int(parts["depth"]) < 1:
         raise ConfigError(
-            f"{field}={text!r} is not legal: write off, <drafter>-d<depth> or <drafter>-d<depth>-w<width>-v<verify tokens>, "
-            f"drafter one of {', '.join(DRAFTERS)}"
+            f"{field}={text!r} is not legal: write off, <drafter>-d<depth>, <drafter>-d<depth>-v<verify tokens> or "
+            f"<drafter>-d<depth>-w<width>-v<verify tokens>, drafter one of {', '.join(DRAFTERS)}"
         )
-    if parts["width"] is None:
-        return Strategy(parts["drafter"], int(parts["depth"]))
-    if parts["drafter"] not in TREE_DRAFTERS:
+    width, verify = int(parts["width"] or 1), parts["verify"] and int(parts["verify"])
+    if width > 1 and parts["drafter"] not in TREE_DRAFTERS:
         raise ConfigError(f"{field}={text!r}: trees are drafted by {', '.join(TREE_DRAFTERS)} only")
     try:
-        return Strategy(parts["drafter"], int(parts["depth"]), int(parts["width"]), int(parts["verify"]))
+        return Strategy(parts["drafter"], int(parts["depth"]), width, verify)
     except ValueError as error:
         raise ConfigError(f"{field}={text!r}: {error}") from None
 
@@ -64,21 +65,28 @@ def thresholds(c: Any) -> tuple[int, ...]:
 def check(c: Any) -> None:
     """Raises ConfigError for the first rule that does not hold."""
     _check_sizes(c)
+    learner_rules.check(c)
     _check_model(c)
     _check_task(c)
     _check_rollout(c)
     _check_bandit(c)
     _check_drafter(c)
+    _check_runtime(c)
+    chosen = c.kernels.implementation
+    require(
+        chosen in ("auto", "xla") or c.learner.devices == 1,
+        "kernels.implementation",
+        chosen,
+        f"auto or xla with learner.devices={c.learner.devices}: the kernels run on one device each",
+    )
+
+
+def learner_kernels(c: Any) -> str:
+    """`kernels.implementation` as the learner takes it: over several devices XLA's own operations, which it can split."""
+    return "xla" if c.kernels.implementation == "auto" and c.learner.devices > 1 else c.kernels.implementation
 
 
 def _check_sizes(c: Any) -> None:
-    kind = c.learner.advantage
-    require(
-        c.train.group_size > 1,
-        "train.group_size",
-        c.train.group_size,
-        f"learner.advantage={kind} compares the responses of a group, so it needs at least 2",
-    )
     for name in ("top_k", "top_p", "min_p"):
         value, neutral = getattr(c.sampling, name), {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[name]
         require(
@@ -88,7 +96,7 @@ def _check_sizes(c: Any) -> None:
             f"a training rollout draws from the whole law ({neutral}), else the importance ratio is biased; "
             f"evaluation.{name} is free",
         )
-    n, k = c.train.prompts_per_step, c.learner.minibatches
+    n, k = learner_rules.prompts_per_step(c), c.learner.minibatches
     require(n % k == 0, "learner.minibatches", k, f"must divide train.prompts_per_step={n}")
     require(n <= c.task.train_prompts, "train.prompts_per_step", n, f"at most task.train_prompts={c.task.train_prompts}")
     longest = c.task.max_prompt_tokens + c.train.max_new_tokens
@@ -169,6 +177,13 @@ def _check_rollout(c: Any) -> None:
         buckets,
         f"the last must be rollout.max_batch={c.rollout.max_batch}",
     )
+    sharing = [s.name for s in arms if s.shares_slots]
+    require(
+        not sharing or c.rollout.verification == "coupled",
+        "rollout.verification",
+        c.rollout.verification,
+        f"rollout.strategies has {', '.join(sharing)}, whose rows share slots: that is exact with coupled only",
+    )
     needs_model = any(s.drafter == "model" for s in arms)
     require(
         needs_model == bool(c.drafter.model),
@@ -242,10 +257,72 @@ def _check_drafter(c: Any) -> None:
         d.spot_steps,
         "training steps after each rollout, > 0, on a single device; 0 on several (drafter.spot_groups > 1), which train in the tail",
     )
+    require(
+        not spot or c.runtime.mode == "sync",
+        "drafter.when",
+        d.when,
+        f"spot trains between rollout and update; runtime.mode=sync only, not {c.runtime.mode}",
+    )
     looks_up = any(s.drafter in ("history", "merged") for s in arms)
     require(
         d.spot_groups == 1 or not (looks_up or c.rollout.replay_arms),
         "drafter.spot_groups",
         d.spot_groups,
         "1 with `history` or `merged` arms or rollout.replay_arms: those belong to one engine",
+    )
+
+
+def _check_runtime(c: Any) -> None:
+    r = c.runtime
+    devices.check(c)
+    refreshed = r.refresh == "always" and r.refresh_lag == 1 and r.mode == "lagged"
+    require(
+        not learner_rules.stale(c) or refreshed or r.allow_uncorrected or learner_rules.corrected(c),
+        "runtime.mode",
+        r.mode,
+        "it learns from data of earlier policies, but the loss has no importance correction; choose one, or set "
+        "runtime.allow_uncorrected=True to study what happens",
+    )
+    require(
+        r.refresh == "off" or c.rollout.verification == "coupled",
+        "runtime.refresh",
+        r.refresh,
+        f"only rollouts of coupled noise can be verified again; rollout.verification={c.rollout.verification}",
+    )
+    require(
+        r.refresh == "off" or not c.sampling.reuse_noise_across_epochs,
+        "runtime.refresh",
+        r.refresh,
+        "sampling.reuse_noise_across_epochs uses noise again that was learnt from, so a refreshed rollout is no sample",
+    )
+    require(
+        r.refresh == "off" or r.mode != "sync",
+        "runtime.refresh",
+        r.refresh,
+        "runtime.mode=sync has no stale batch; set it to off",
+    )
+    require(
+        not r.pin_versions or r.mode == "overlap",
+        "runtime.pin_versions",
+        r.pin_versions,
+        f"runtime.mode=overlap only, not {r.mode}",
+    )
+    require(
+        not c.learner.max_refills or r.mode == "sync",
+        "learner.max_refills",
+        c.learner.max_refills,
+        f"runtime.mode={r.mode} draws the next prompts for later batches; 0, or runtime.mode=sync",
+    )
+    replay = c.rollout.replay_arms
+    require(
+        not replay or (r.mode != "in_flight" and r.refresh == "off"),
+        "rollout.replay_arms",
+        replay,
+        "arms are recorded by batch; not with runtime.mode=in_flight, nor with runtime.refresh",
+    )
+    require(
+        r.mode != "in_flight" or c.rollout.admission == "arrival",
+        "rollout.admission",
+        c.rollout.admission,
+        "runtime.mode=in_flight serves in order of submission, else the learner waits for what was put last: arrival",
     )

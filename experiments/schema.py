@@ -85,7 +85,8 @@ class Option:
         if not isinstance(value, (tuple, list)):
             raise self._fault(value)
         if self.element is str:
-            value = [part.strip() for x in value for part in (x.split(",") if isinstance(x, str) else (x,))]
+            # What is no text stays as it is, and is refused below.
+            value = [part for x in value for part in ([p.strip() for p in x.split(",")] if isinstance(x, str) else (x,))]
         return tuple(self._check_one(x, value) for x in value)
 
     def _check_one(self, value: Any, whole: Any = None) -> Any:

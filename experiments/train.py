@@ -18,6 +18,8 @@ from adrl_jax import report
 from adrl_jax.checkpoint import CheckpointMismatch
 from adrl_jax.runtime import loop
 from adrl_jax.runtime.collect import RewardError
+from adrl_jax.runtime.health import UpdateError
+from adrl_jax.runtime.refill import RefillError
 from experiments import build, config, flags, resolve, schema
 from experiments.config import Config
 from experiments.schema import ConfigError
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             outcome = loop.run(parts, resolve.loop_config(settings), workdir)
         except CheckpointMismatch as error:
             return flags.fail(error)
-        except RewardError as error:
+        except (RewardError, RefillError, UpdateError) as error:
             log.error("the run ended: %s", error)
             return 1
     if outcome.summary is not None:

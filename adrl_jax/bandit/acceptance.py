@@ -78,8 +78,16 @@ def drafter_of(strategy: Arm) -> str:
 def curve_name(strategy: Arm) -> str:
     """The drafter's name for a chain, such as `eagle-w4-v16` for a tree."""
     width = getattr(strategy, "width", 1)
-    tree = "" if width == 1 else f"-w{width}-v{tokens_to_verify(strategy)}"
-    return drafter_of(strategy) + tree
+    if width == 1:
+        # Of shared slots the likely drafts get more: their curve is their own, and counts what got no slot as fallen.
+        return drafter_of(strategy) + (f"-v{tokens_to_verify(strategy)}" if _squeeze(strategy) else "")
+    return f"{drafter_of(strategy)}-w{width}-v{tokens_to_verify(strategy)}"
+
+
+def _squeeze(strategy: Arm) -> float:
+    """Doublings by which a chain has more tokens than slots."""
+    chain = getattr(strategy, "width", 1) == 1
+    return float(np.log2((strategy.depth + 1) / tokens_to_verify(strategy))) if chain else 0.0
 
 
 def curves(strategies: Sequence[Arm], depth: int) -> Curves:
@@ -90,7 +98,8 @@ def curves(strategies: Sequence[Arm], depth: int) -> Curves:
     owner = np.asarray([list(dict.fromkeys(drafters)).index(drafter) for drafter in drafters], np.int32)
     widths = np.log2([getattr(s, "width", 1) for s in kinds.values()] or [1])
     slots = np.where(widths > 0, np.log2([tokens_to_verify(s) for s in kinds.values()] or [1]), 0.0)
-    apart = np.abs(widths[:, None] - widths) + np.abs(slots[:, None] - slots)  # doublings
+    squeezes = np.asarray([_squeeze(s) for s in kinds.values()] or [0.0])
+    apart = sum(np.abs(x[:, None] - x) for x in (widths, slots, squeezes))  # doublings
     related = (owner[:, None] == owner).astype(float)  # [C, C]
     level = related * (DRAFTER**2 + SLOTS_SPREAD**2 * slots[:, None] * slots + CURVE**2 * np.exp(-apart / 3))
     walk = DEPTH**2 * np.minimum.outer(np.arange(depth), np.arange(depth))  # [D, D]

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from adrl_jax.learner.log_probs import block_logits, blocks, columns, default_block
+from adrl_kernels.log_probs.xla import block_logits, blocks, columns, default_block
 
 _CHUNK_ELEMENTS = 4 * 1024 * 1024  # 16 MB of float32 logits
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from adrl_kernels import choice
 
 from adrl_jax.learner.attention import Reach, packed_attention
 from adrl_jax.learner.log_probs import token_log_probs
@@ -29,16 +30,19 @@ class ForwardConfig:
         remat: keep only the inputs of layers for the backward pass and compute the rest again: a fraction of the memory,
             a third more work.
         vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
+        kernels: who computes log-probs from hidden states, see `adrl_kernels.choice`.
     """
 
     temperature: float = 1.0
     valid_vocab: int | None = None
     remat: bool = False
     vocab_block: int | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature!r} must be finite and positive: training rollouts are sampled")
+        choice.check_name(self.kernels, "kernels")
         for name in ("valid_vocab", "vocab_block"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -122,6 +126,7 @@ def forward(
         valid_vocab=config.valid_vocab,
         vocab_block=config.vocab_block,
         entropy_gradient=entropy_gradient,
+        implementation=config.kernels,
     )
     shape = batch.target_ids.shape
     return Forward(hidden, log_probs.reshape(shape), entropy.reshape(shape))

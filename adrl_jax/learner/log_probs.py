@@ -1,18 +1,12 @@
 """Log-probabilities and entropies of given tokens, without ever holding logits of the whole vocabulary.
 
-`U` targets, `H` hidden size, `V` vocabulary. The vocabulary is walked in blocks of `[U, block]` logits: the forward pass keeps
-a running maximum and sums, the backward pass computes each block again. What is kept between the two is `[U]`.
-Logits, log-softmax and sums are float32 whatever the compute dtype.
+`U` targets, `H` hidden size, `V` vocabulary. The work is done by `adrl_kernels.log_probs`.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-_BLOCK_ELEMENTS = 4 * 1024 * 1024  # 16 MB of float32 logits: stays within a shared cache
-_FAR = -1e30
+from adrl_kernels.log_probs import api as op
 
 
 def head_matrix(params: Any) -> tuple[jax.Array, bool]:
@@ -31,6 +25,7 @@ def token_log_probs(
     valid_vocab: int | None = None,
     vocab_block: int | None = None,
     entropy_gradient: bool = False,
+    implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Log-softmax of `logits / temperature` at the targets, and the entropy of that law.
 
@@ -42,6 +37,7 @@ def token_log_probs(
         valid_vocab: ids at or past it have probability 0, as in the sampler.
         vocab_block: ids handled together; chosen from U when None.
         entropy_gradient: whether the entropy may be differentiated; otherwise its gradient is 0.
+        implementation: see `adrl_kernels.choice`.
 
     Returns:
         log-probs and entropies (nats), float32 `[U]` each.
@@ -56,97 +52,14 @@ def token_log_probs(
         raise ValueError(f"temperature={temperature!r} must be positive: the limit law at 0 has no gradient")
     if not 0 < valid <= vocab:
         raise ValueError(f"valid_vocab={valid_vocab!r} must be between 1 and the model's vocab_size={vocab}")
-    if vocab_block is None:
-        vocab_block = default_block(hidden.shape[0])
-    log_probs, entropy = _token_log_probs(
-        (by_row, valid, min(vocab_block, valid), 1.0 / temperature, entropy_gradient), matrix, hidden, target_ids
+    return op.token_log_probs(
+        matrix,
+        hidden,
+        target_ids,
+        by_row=by_row,
+        scale=1.0 / temperature,
+        valid_vocab=valid,
+        vocab_block=vocab_block,
+        entropy_gradient=entropy_gradient,
+        implementation=implementation,
     )
-    return log_probs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
-
-
-def default_block(targets: int) -> int:
-    """How many ids to handle together for a number of targets: a multiple of 512."""
-    return max(512, _BLOCK_ELEMENTS // max(1, targets) // 512 * 512)
-
-
-def blocks(valid: int, block: int) -> list[tuple[int, int]]:
-    """(start, stop) of the blocks that cover ids 0 … valid - 1."""
-    return [(start, min(start + block, valid)) for start in range(0, valid, block)]
-
-
-def columns(matrix: jax.Array, by_row: bool, start: int, stop: int) -> jax.Array:
-    """The part of the output projection that belongs to ids start … stop - 1."""
-    return matrix[start:stop] if by_row else matrix[:, start:stop]
-
-
-def block_logits(hidden: jax.Array, part: jax.Array, by_row: bool, scale: float) -> jax.Array:
-    """Float32 logits `[U, block]` times `scale` (1 / temperature)."""
-    contract = (((1,), (1,)), ((), ())) if by_row else (((1,), (0,)), ((), ()))
-    out = jax.lax.dot_general(hidden, part.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
-    return out * scale if scale != 1.0 else out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_log_probs(static, matrix, hidden, target_ids):
-    return _forward(static, matrix, hidden, target_ids)[0]
-
-
-def _forward(static, matrix, hidden, target_ids):
-    by_row, valid, block, scale, _ = static
-    u = hidden.shape[0]
-    top, total, weighted = jnp.full(u, _FAR), jnp.zeros(u), jnp.zeros(u)
-    chosen = jnp.full(u, _FAR)
-    for start, stop in blocks(valid, block):
-        scores = block_logits(hidden, columns(matrix, by_row, start, stop), by_row, scale)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        shrink = jnp.exp(top - new_top)
-        shifted = scores - new_top[:, None]
-        weights = jnp.exp(shifted)
-        # `weighted` sums w (s - top): entropies are differences of like numbers, so keep them small.
-        weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(weights * shifted, axis=1)
-        total = shrink * total + jnp.sum(weights, axis=1)
-        inside = (target_ids >= start) & (target_ids < stop)
-        local = jnp.clip(target_ids - start, 0, stop - start - 1)
-        chosen = jnp.where(inside, jnp.take_along_axis(scores, local[:, None], axis=1)[:, 0], chosen)
-        top = new_top
-    log_total = jnp.log(total)
-    entropy = log_total - weighted / total
-    return (chosen - top - log_total, entropy), (top + log_total, entropy)
-
-
-def _token_log_probs_fwd(static, matrix, hidden, target_ids):
-    out, (normaliser, entropy) = _forward(static, matrix, hidden, target_ids)
-    return out, (matrix, hidden, target_ids, normaliser, entropy)
-
-
-def _token_log_probs_bwd(static, saved, cotangents):
-    by_row, valid, block, scale, entropy_gradient = static
-    matrix, hidden, target_ids, normaliser, entropy = saved
-    g, g_entropy = cotangents
-    d_hidden, parts = jnp.zeros(hidden.shape, jnp.float32), []
-    for start, stop in blocks(valid, block):
-        part = columns(matrix, by_row, start, stop)
-        log_law = block_logits(hidden, part, by_row, scale) - normaliser[:, None]
-        law = jnp.exp(log_law)
-        is_target = target_ids[:, None] - start == jnp.arange(stop - start, dtype=jnp.int32)
-        d_scores = g[:, None] * (is_target - law)
-        if entropy_gradient:
-            d_scores -= g_entropy[:, None] * law * (log_law + entropy[:, None])
-        d_scores = (d_scores * scale).astype(hidden.dtype)
-        part = part.astype(hidden.dtype)
-        if by_row:
-            d_hidden += jnp.matmul(d_scores, part, preferred_element_type=jnp.float32)
-            parts.append(jnp.matmul(d_scores.T, hidden, preferred_element_type=jnp.float32))
-        else:
-            d_hidden += jnp.matmul(d_scores, part.T, preferred_element_type=jnp.float32)
-            parts.append(jnp.matmul(hidden.T, d_scores, preferred_element_type=jnp.float32))
-    axis = 0 if by_row else 1
-    vocab = matrix.shape[axis]
-    if valid < vocab:
-        rest = (vocab - valid, matrix.shape[1]) if by_row else (matrix.shape[0], vocab - valid)
-        parts.append(jnp.zeros(rest, jnp.float32))
-    d_matrix = jnp.concatenate(parts, axis=axis).astype(matrix.dtype)
-    return d_matrix, d_hidden.astype(hidden.dtype), None
-
-
-_token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd)

@@ -1,58 +1,23 @@
-"""Policy losses as (numerator, denominator) over the whole optimizer batch, composed from small pure pieces.
+"""Losses as (numerator, denominator) over the whole optimizer batch, composed from small pure pieces.
 
-The pieces work on one row of targets, `[U]`; callers `vmap`. A loss is
+The pieces work on one row of targets, `[U]`; callers `vmap`. The policy loss is
 
-    sum over targets of  aggregation weight x surrogate  /  denominator,
+    sum over targets of  aggregation weight x (weight x mask x surrogate + regularisers)  /  denominator,
 
 whose denominator depends on masks and lengths alone, so gradients of numerators add up over any split and are divided once.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.learner import importance
-
-AGGREGATIONS = ("token", "sequence", "constant")
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """GRPO's knobs.
-
-    Attributes:
-        clip_low, clip_high: the ratio pi / mu is clipped to [1 - clip_low, 1 + clip_high] (asymmetric: DAPO).
-        aggregation: `token` (mean over all tokens of the optimizer batch), `sequence` (mean over sequences of each one's
-            token mean) or `constant` (sum over tokens / (sequences x `constant_length`), Dr. GRPO).
-        constant_length: tokens, required with and only with `constant`.
-        entropy_coef: entropy bonus, in units of the loss a nat.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: str = "token"
-    constant_length: int | None = None
-    entropy_coef: float = 0.0
-
-    def __post_init__(self):
-        if not 0 < self.clip_low <= 1:
-            raise ValueError(f"clip_low={self.clip_low!r} must be in (0, 1]")
-        if not self.clip_high > 0:
-            raise ValueError(f"clip_high={self.clip_high!r} must be positive")
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation={self.aggregation!r} is unknown; choose one of {', '.join(AGGREGATIONS)}")
-        if (self.constant_length is not None) != (self.aggregation == "constant"):
-            raise ValueError(
-                f"constant_length={self.constant_length!r} with aggregation={self.aggregation!r}: "
-                "constant_length is required with aggregation='constant' and has no meaning otherwise"
-            )
-        if self.constant_length is not None and self.constant_length < 1:
-            raise ValueError(f"constant_length={self.constant_length!r} must be a positive integer")
-        if not 0 <= self.entropy_coef < float("inf"):
-            raise ValueError(f"entropy_coef={self.entropy_coef!r} must be finite and >= 0")
+from adrl_jax.learner import importance, kl
+from adrl_jax.learner.aggregation import aggregation_weights
+from adrl_jax.learner.loss_config import LossConfig
+from adrl_jax.learner.row import Row
+from adrl_jax.learner.weights import MASKS, WEIGHTS
 
 
 class Loss(NamedTuple):
@@ -60,7 +25,7 @@ class Loss(NamedTuple):
 
     Attributes:
         numerator, denominator: float32 scalars; the loss is their quotient (0 where the denominator is 0).
-        sums: named float32 scalars that add up over rows, microbatches and devices.
+        sums: named float32 scalars or vectors that add up over rows, microbatches and devices.
         maxima: named float32 scalars of which the largest counts.
     """
 
@@ -70,75 +35,31 @@ class Loss(NamedTuple):
     maxima: dict
 
 
-def clipped_surrogate(log_ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> jax.Array:
-    """PPO's -min(r A, clip(r, 1 - low, 1 + high) A) a token, `[U]`; arXiv 1707.06347, eq. 7."""
-    chex.assert_equal_shape([log_ratio, advantages])
-    # Beyond e^20 the ratio carries no information, and an overflow would turn a clipped gradient into 0 * inf.
-    ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
-    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
-
-
-def sequence_numbers(rollout_index: jax.Array, mask: jax.Array) -> jax.Array:
-    """Numbers the sequences of a row 0, 1, … in order of appearance, int32 `[U]`; padding joins the last one.
-
-    A response lies in one row and its targets lie side by side, so a sequence begins where the owner changes.
-    """
-    chex.assert_rank([rollout_index, mask], 1)
-    changes = (rollout_index[1:] != rollout_index[:-1]) & mask[1:]
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(changes, dtype=jnp.int32)])
-
-
-def sequence_lengths(rollout_index: jax.Array, mask: jax.Array) -> jax.Array:
-    """For each target the number of unmasked targets of its sequence, float32 `[U]`, at least 1."""
-    numbers = sequence_numbers(rollout_index, mask)
-    counts = jax.ops.segment_sum(mask.astype(jnp.float32), numbers, mask.shape[0])
-    return jnp.maximum(counts[numbers], 1.0)
-
-
-def aggregation_weights(
-    rollout_index: jax.Array, mask: jax.Array, kind: str, constant_length: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Weights of the targets of a row, float32 `[U]`, and the row's share of the denominator.
-
-    For token losses [1] and [3, 3, 3] the three kinds give 2.5, 2.0 and, with length 4, 1.25.
-    """
-    chex.assert_equal_shape([rollout_index, mask])
-    present = mask.astype(jnp.float32)
-    per_sequence = present / sequence_lengths(rollout_index, mask)
-    if kind == "token":
-        return present, jnp.sum(present)
-    if kind == "sequence":
-        return per_sequence, jnp.sum(per_sequence)
-    if kind == "constant":
-        # Every sequence contributes its own tokens' 1 / length, that is 1, times the agreed length.
-        return present, jnp.sum(per_sequence) * constant_length
-    raise ValueError(f"kind={kind!r} is unknown; choose one of {', '.join(AGGREGATIONS)}")
-
-
-def grpo(config: LossConfig, log_probs, entropy, behaviour, advantages, mask, rollout_index) -> Loss:
-    """GRPO on one row of targets, `[U]` each; arXiv 2402.03300, eq. 3 without the reference term.
-
-    Args:
-        log_probs: float32, of the current policy, at the sampling temperature.
-        entropy: float32, of the current law, nats.
-        behaviour: float32, log-probs stored when the tokens were drawn.
-        advantages: float32.
-        mask: bool, False for padding.
-        rollout_index: int32, which rollout a target belongs to.
-    """
-    chex.assert_rank([log_probs, entropy, behaviour, advantages, mask, rollout_index], 1)
-    delta = importance.log_ratio(log_probs, behaviour, mask)
-    token_loss = clipped_surrogate(delta, jnp.where(mask, advantages, 0.0), config.clip_low, config.clip_high)
+def policy_loss(config: LossConfig, row: Row) -> Loss:
+    """The composed loss of one row, `[U]` fields; 0 at padding, in value and gradient."""
+    chex.assert_rank([x for x in row if x is not None], 1)
+    chex.assert_equal_shape([x for x in row if x is not None])
+    mask = row.mask
+    terms = config.parts.function(config, row)
+    token_loss = terms.value
+    keep = mask
+    if config.mask != "none":
+        keep = mask & MASKS[config.mask].function(config, row)
+    if config.weight != "none":
+        token_loss = jax.lax.stop_gradient(WEIGHTS[config.weight].function(config, row)) * token_loss
+    if config.mask != "none":
+        token_loss = jnp.where(keep, token_loss, 0.0)
     if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * entropy
-    weights, denominator = aggregation_weights(rollout_index, mask, config.aggregation, config.constant_length)
+        token_loss = token_loss - config.entropy_coef * row.entropy
+    if config.kl_coef:
+        token_loss = token_loss + config.kl_coef * kl.penalty(row, config.kl_estimator, config.kl_correction)
+    weights, denominator = aggregation_weights(row.owner, mask, config.aggregation, config.constant_length, row.group)
     numerator = jnp.sum(jnp.where(mask, weights * token_loss, 0.0))
-    sums, maxima = importance.diagnostic_sums(log_probs, behaviour, mask)
-    # Clipping acts only where it lowers the objective: above for good tokens, below for bad ones.
-    sums["clip_high"] = _count(mask & (delta > jnp.log1p(config.clip_high)) & (advantages > 0))
-    sums["clip_low"] = _count(mask & (jnp.exp(delta) < 1 - config.clip_low) & (advantages < 0))
-    sums["entropy"] = jnp.sum(jnp.where(mask, entropy, 0.0))
-    return Loss(numerator, denominator, sums, maxima)
+    sums, maxima = importance.diagnostic_sums(row, keep)
+    sums["clip_high"] = _count(mask & terms.clipped_high)
+    sums["clip_low"] = _count(mask & terms.clipped_low)
+    sums["entropy"] = jnp.sum(jnp.where(mask, row.entropy, 0.0))
+    return Loss(numerator, denominator, jax.lax.stop_gradient(sums), jax.lax.stop_gradient(maxima))
 
 
 def cross_entropy(log_probs, entropy, mask) -> Loss:
@@ -169,10 +90,20 @@ def metrics(loss: Loss) -> dict[str, jax.Array]:
         "tokens": loss.sums["tokens"],
         "entropy": loss.sums["entropy"] / n,
     }
-    if "weight" in loss.sums:
+    if "clip_high" in loss.sums:
         out |= importance.diagnostics(loss.sums, loss.maxima)
         out |= {"clip_frac_high": loss.sums["clip_high"] / n, "clip_frac_low": loss.sums["clip_low"] / n}
+    count = jnp.maximum(loss.denominator, 1.0)
+    out |= {name.removeprefix("mean/"): x / count for name, x in loss.sums.items() if name.startswith("mean/")}
+    if "residual" in loss.sums:
+        out["explained_variance"] = 1.0 - _variance(loss.sums, "residual", n) / jnp.maximum(
+            _variance(loss.sums, "returns", n), 1e-12
+        )
     return out
+
+
+def _variance(sums: dict, name: str, n: jax.Array) -> jax.Array:
+    return sums[f"{name}_squared"] / n - jnp.square(sums[name] / n)
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimizer of policy or drafter: global-norm clip, then AdamW with a schedule in optimizer steps."""
+"""The optimizer of policy, drafter or value model: global-norm clip, then AdamW, Adafactor or Muon with a schedule."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,13 +6,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adafactor", "muon")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101).
+    """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235: factored second moments, no first) or Muon (Jordan et al. 2024:
+    orthogonalised momentum on the layers' matrices, Adam on everything else).
 
     Attributes:
         learning_rate: the peak.
@@ -21,6 +24,9 @@ class OptimizerConfig:
         total_steps: optimizer steps of the run; required unless the schedule is constant.
         weight_decay: decoupled, on matrices only (no norms, no biases).
         clip_norm: largest global gradient norm; None leaves gradients alone.
+        name: `adamw`, `adafactor` or `muon`; `b1` and `b2` mean nothing to Adafactor, `b1` is Muon's momentum.
+        steps_per_unit: optimizer steps that share one value of the schedule. With more than 1 the schedule counts rollout batches
+            and is read after the batch, as the reference code of arXiv 2410.18252 does: its last batch learns at rate 0.
     """
 
     learning_rate: float = 1e-6
@@ -32,12 +38,18 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
+    name: str = "adamw"
+    steps_per_unit: int = 1
 
     def __post_init__(self):
         if not 0 <= self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate={self.learning_rate!r} must be finite and >= 0")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"name={self.name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        if self.steps_per_unit < 1:
+            raise ValueError(f"steps_per_unit={self.steps_per_unit!r} must be a positive integer")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps!r} must be >= 0")
         if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
@@ -58,6 +70,12 @@ class OptimizerConfig:
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Optimizer step (0 for the first) to learning rate."""
+    schedule = _schedule_of_steps(config)
+    k = config.steps_per_unit
+    return schedule if k == 1 else lambda step: schedule((step // k + 1) * k)
+
+
+def _schedule_of_steps(config: OptimizerConfig) -> optax.Schedule:
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "constant":
         main = optax.constant_schedule(peak)
@@ -131,10 +149,43 @@ def keep_state(applied: jax.Array, new: optax.OptState, old: optax.OptState) -> 
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Global-norm clip and AdamW; moments are float32 like the master weights."""
+    """Global-norm clip and the optimizer; moments are float32 like the master weights."""
     parts = [] if config.clip_norm is None else [clip_by_global_norm(config.clip_norm)]
+    rate = make_schedule(config)
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)  # noqa: E731
+    if config.name == "adafactor":
+        decay = config.weight_decay or None
+        parts.append(
+            optax.adafactor(rate, multiply_by_parameter_scale=False, weight_decay_rate=decay, weight_decay_mask=matrices)
+        )
+        return optax.chain(*parts)
+    if config.name == "muon":
+        parts.append(
+            optax.contrib.muon(
+                rate,
+                beta=config.b1,
+                weight_decay=config.weight_decay,
+                weight_decay_mask=matrices,
+                adam_b1=config.b1,
+                adam_b2=config.b2,
+                adam_weight_decay=config.weight_decay,
+                muon_weight_dimension_numbers=_layer_matrices,
+                # Steps as large as Adam's, so that learning rates carry over (Moonlight, arXiv 2502.16982).
+                consistent_rms=0.2,
+            )
+        )
+        return optax.chain(*parts)
     parts.append(scale_by_adam(config.b1, config.b2, config.eps))
     if config.weight_decay:
-        matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)  # noqa: E731
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=matrices))
-    return optax.chain(*parts, optax.scale_by_learning_rate(make_schedule(config)))
+    return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+
+
+def _layer_matrices(params: optax.Params) -> optax.Params:
+    """Which leaves Muon orthogonalises: `kernel`s of two axes, not the embedding, the output projection or vectors."""
+
+    def choose(path, leaf):
+        is_kernel = str(getattr(path[-1], "key", path[-1])) in ("kernel", "a", "b")
+        return optax.contrib.MuonDimensionNumbers() if is_kernel and leaf.ndim == 2 else None
+
+    return jax.tree_util.tree_map_with_path(choose, params)

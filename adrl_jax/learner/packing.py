@@ -6,6 +6,8 @@ Two layouts, equal in loss and gradient:
 * `prefix_shared`: a segment is one prompt followed by several responses of its group, each of which sees the prompt and
   itself only. The prompt is computed once a segment. A group too long for one row is split and repeats its prompt.
 
+Losses that compare the responses of a group ask for `together`: then no group is split over rows.
+
 Rows are filled first-fit-decreasing (Johnson 1973: at most 11/9 of the best number of rows). Everything here is numpy on
 the host; shapes that reach the device are rounded up so that few programs are compiled.
 """
@@ -59,11 +61,12 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return bins
 
 
-def segments_of(rollouts: Sequence[Rollout], layout: str, row_length: int) -> list[Segment]:
+def segments_of(rollouts: Sequence[Rollout], layout: str, row_length: int, together: bool = False) -> list[Segment]:
     """The segments that `layout` makes of `rollouts`, each at most `row_length` tokens.
 
     Raises:
-        ValueError: unknown `layout`, a rollout longer than a row, or rollouts of one group with different prompts.
+        ValueError: unknown `layout`, a rollout (with `together`, a group) longer than a row, or rollouts of one group with
+            different prompts.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
@@ -89,6 +92,8 @@ def segments_of(rollouts: Sequence[Rollout], layout: str, row_length: int) -> li
             if not np.array_equal(other.token_ids[: other.prompt_length], prompt):
                 raise ValueError(f"rollouts {group[0]} and {i} share group_id={first.group_id} but not their prompt")
         sizes = [rollouts[i].response_length for i in group]
+        if together and first.prompt_length + sum(sizes) > row_length:
+            raise ValueError(_too_long(first.group_id, first.prompt_length + sum(sizes), row_length))
         for part in first_fit_decreasing(sizes, row_length - first.prompt_length):
             # The order of siblings within a segment is the caller's, so that logs read naturally.
             members = tuple(group[k] for k in sorted(part))
@@ -97,10 +102,23 @@ def segments_of(rollouts: Sequence[Rollout], layout: str, row_length: int) -> li
     return segments
 
 
-def plan(rollouts: Sequence[Rollout], layout: str, row_length: int) -> list[list[Segment]]:
-    """Segments assigned to rows, first-fit-decreasing."""
-    segments = segments_of(rollouts, layout, row_length)
-    return [[segments[k] for k in row] for row in first_fit_decreasing([s.length for s in segments], row_length)]
+def _too_long(group: int, tokens: int, row_length: int) -> str:
+    return f"group {group} has {tokens} tokens and must stay in one row, but row_length={row_length}"
+
+
+def plan(rollouts: Sequence[Rollout], layout: str, row_length: int, together: bool = False) -> list[list[Segment]]:
+    """Segments assigned to rows, first-fit-decreasing; with `together` the segments of a group side by side in one row."""
+    segments = segments_of(rollouts, layout, row_length, together)
+    units: dict[int, list[Segment]] = {}
+    for number, segment in enumerate(segments):
+        units.setdefault(rollouts[segment.members[0]].group_id if together else number, []).append(segment)
+    sizes = {key: sum(s.length for s in unit) for key, unit in units.items()}
+    for key, size in sizes.items():
+        if size > row_length:
+            raise ValueError(_too_long(key, size, row_length))
+    bins = first_fit_decreasing(list(sizes.values()), row_length)
+    keys = list(units)
+    return [[segment for k in row for segment in units[keys[k]]] for row in bins]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -132,6 +150,7 @@ def pack(
     row_multiple: int = 1,
     target_multiple: int = 64,
     version: int = 0,
+    together: bool = False,
 ) -> PackedBatch:
     """Packs rollouts into rows.
 
@@ -143,6 +162,7 @@ def pack(
         row_multiple: the number of rows is a bucket of this (devices times microbatch rows).
         target_multiple: the number of targets a row is rounded up to a multiple of this, and is at most T.
         version: the learner's version, for `staleness`.
+        together: keep the responses of a group in one row, for losses that compare them.
 
     Returns:
         `PackedBatch` with numpy leaves.
@@ -158,13 +178,15 @@ def pack(
         if value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
     per_token = [_token_advantages(i, a, r.response_length) for i, (a, r) in enumerate(zip(advantages, rollouts, strict=True))]
-    rows = plan(rollouts, layout, row_length)
+    rows = plan(rollouts, layout, row_length, together)
     num_rows = row_bucket(len(rows), row_multiple)
     num_targets = min(row_length, round_up(max(sum(s.num_targets for s in row) for row in rows), target_multiple))
     batch = empty_batch(num_rows, row_length, num_targets)
+    groups = {g: i for i, g in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
     for m, row in enumerate(rows):
         at = target_at = 0
         for s, segment in enumerate(row, start=1):
+            batch.group_index[m, target_at : target_at + segment.num_targets] = groups[rollouts[segment.members[0]].group_id]
             at, target_at = _write_segment(batch, m, at, target_at, s, segment, rollouts, per_token, version)
     return batch
 
@@ -203,6 +225,7 @@ def empty_batch(rows: int, row_length: int, num_targets: int) -> PackedBatch:
         advantages=floats(),
         rollout_index=ints(u),
         staleness=ints(u),
+        group_index=ints(u),
     )
 
 
@@ -239,6 +262,22 @@ def unpack_targets(batch: PackedBatch, values: np.ndarray, num_rollouts: int) ->
     mask, owner, values = np.asarray(batch.target_mask), np.asarray(batch.rollout_index), np.asarray(values)
     owner, values = owner[mask], values[mask]
     return [values[owner == i] for i in range(num_rollouts)]
+
+
+def scatter_targets(batch: PackedBatch, values: Sequence[np.ndarray], dtype=np.float32) -> np.ndarray:
+    """The inverse of `unpack_targets`: one array `[R_i]` a rollout, laid out like the batch's targets, `[M, U]`, 0 at padding.
+
+    Raises:
+        ValueError: a length disagrees with the batch.
+    """
+    mask, owner = np.asarray(batch.target_mask), np.asarray(batch.rollout_index)
+    out = np.zeros(mask.shape, dtype)
+    for i, value in enumerate(values):
+        where = mask & (owner == i)
+        if len(value) != where.sum():
+            raise ValueError(f"values[{i}] has length {len(value)}, the batch holds {where.sum()} targets of rollout {i}")
+        out[where] = value
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +329,17 @@ def fit_cost_model(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
     return CostModel(*map(float, full))
 
 
+def longest_unit(rollouts: Sequence[Rollout], layout: str, together: bool) -> int:
+    """Tokens of the longest thing that must fit into one row: a rollout, or with `together` a group."""
+    if not together:
+        return max(len(r.token_ids) for r in rollouts)
+    sizes: dict[int, int] = {}
+    for r in rollouts:
+        fresh = r.prompt_length if layout == "plain" or r.group_id not in sizes else 0
+        sizes[r.group_id] = sizes.get(r.group_id, 0) + fresh + r.response_length
+    return max(sizes.values())
+
+
 def choose_row_length(
     rollouts: Sequence[Rollout],
     candidates: Sequence[int],
@@ -298,6 +348,7 @@ def choose_row_length(
     layout: str = "prefix_shared",
     row_multiple: int = 1,
     target_multiple: int = 64,
+    together: bool = False,
 ) -> int:
     """The candidate row length whose packing costs least; ties go to the shorter row.
 
@@ -306,13 +357,14 @@ def choose_row_length(
     Raises:
         ValueError: no candidate is as long as the longest rollout.
     """
-    longest = max(len(r.token_ids) for r in rollouts)
+    longest = longest_unit(rollouts, layout, together)
     fitting = sorted(c for c in candidates if c >= longest)
     if not fitting:
-        raise ValueError(f"row lengths {tuple(candidates)} are all shorter than the longest rollout ({longest} tokens)")
+        what = "group" if together else "rollout"
+        raise ValueError(f"row lengths {tuple(candidates)} are all shorter than the longest {what} ({longest} tokens)")
 
     def seconds(row_length):
-        rows = plan(rollouts, layout, row_length)
+        rows = plan(rollouts, layout, row_length, together)
         targets = min(row_length, round_up(max(sum(s.num_targets for s in row) for row in rows), target_multiple))
         return cost.seconds(round_up(len(rows), row_multiple), row_length, targets)
 

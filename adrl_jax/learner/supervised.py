@@ -52,13 +52,14 @@ def make_supervised_update(
     valid_vocab: int | None = None,
     remat: bool = False,
     vocab_block: int | None = None,
+    kernels: str = "xla",
     drafter: DrafterLossConfig | None = None,
     drafter_optimizer: optax.GradientTransformation | None = None,
 ) -> Update:
     """Cross-entropy on response tokens, at temperature 1, with the state, metrics and drafter of `update.make_update`."""
     return make_objective_update(
         model_config,
-        ForwardConfig(1.0, valid_vocab, remat, vocab_block),
+        ForwardConfig(1.0, valid_vocab, remat, vocab_block, kernels),
         cross_entropy_objective,
         optimizer,
         mesh,

@@ -211,11 +211,13 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, config: ModelConfig) -
 
 
 def logits(params: Any, hidden: jax.Array) -> jax.Array:
-    """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`.
+    """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`; what stands behind (of taps) is left out.
 
     Uses `params["head"]` `[H, V]` where present (untied models), `params["head_t"]` `[V, H]` (the same, served), else the
     embedding.
     """
+    width = params["head"].shape[0] if "head" in params else params.get("head_t", params["embedding"]).shape[1]
+    hidden = hidden if hidden.shape[-1] == width else hidden[..., :width]
     if "head" in params:
         out = hidden @ params["head"].astype(hidden.dtype)
     else:

@@ -16,12 +16,14 @@ class Part:
     Attributes:
         token_ids: int32 `[P, W]`, padded at the end. The last token of a prompt is left to the first decoding round.
         keys: what each of the P prompts is known by in the queue.
+        drafts: the request of each row where rows hold prompts with drafts to be verified, else empty.
         done: how many of the W places have been through the target.
         prefilled: what the target made of them so far.
     """
 
     token_ids: np.ndarray
     keys: tuple[bytes, ...]
+    drafts: tuple[int, ...] = ()
     done: int = 0
     prefilled: object = None
 
@@ -44,7 +46,7 @@ class Queue:
         Raises:
             ValueError: `expected` has another length than `requests`, or a value that is not a number.
         """
-        self.requests, self.config = requests, config
+        self.requests, self.config = list(requests), config
         order = range(len(requests))
         if config.admission == "longest_first":
             if expected is None:
@@ -53,12 +55,39 @@ class Queue:
                 raise ValueError(f"expected_tokens must be {len(requests)} finite numbers, one a request; got {expected!r:.80}")
             order = sorted(order, key=lambda i: -expected[i])  # stable: ties keep the order of arrival
         self.waiting = list(reversed(order))
-        self._key = [r.prompt.token_ids.tobytes() for r in requests]
+        self._key: list[bytes] = []
         self._sharing: dict[bytes, int] = {}
-        for key in self._key:
-            self._sharing[key] = self._sharing.get(key, 0) + 1
         self.parts: list[Part] = []
         self._place: dict[bytes, tuple[Part, int]] = {}
+        self._needless: set[int] = set()
+        self._know(self.requests)
+
+    def _know(self, requests: Sequence[Request]) -> None:
+        for r in requests:
+            # A draft has a row of its own in its prefill; others share their prompt's.
+            key = r.prompt.token_ids.tobytes() if r.draft is None else b"draft %d" % len(self._key)
+            self._key.append(key)
+            self._sharing[key] = self._sharing.get(key, 0) + 1
+
+    def extend(self, requests: Sequence[Request]) -> None:
+        """More requests arrive, behind those that wait."""
+        first = len(self._key)
+        self.requests.extend(requests)
+        self._know(requests)
+        self.waiting[:0] = reversed(range(first, len(self._key)))
+
+    def skip(self, index: int) -> None:
+        """A request needs no row: its draft turned out to be its whole response."""
+        self._needless.add(index)
+
+    def restart(self) -> None:
+        """Forgets all prefilled prompts: other weights serve from now on."""
+        self.parts.clear()
+        self._place.clear()
+
+    def forget(self, index: int) -> None:
+        """A request has its response; what it asked is not kept."""
+        self.requests[index] = None
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -69,20 +98,31 @@ class Queue:
         Prompts of similar length go together, padded to the longest of their part, in buckets. A part has a power of two of
         prompts, so none is computed for nothing and few programs exist.
         """
-        missing = dict.fromkeys(
-            self._key[i] for i in reversed(self.waiting[-rows:] if rows else []) if self._key[i] not in self._place
-        )
-        prompts = sorted(missing, key=len)
-        while prompts:
-            size = 1 << (min(len(prompts), self.config.prefill_batch).bit_length() - 1)
-            members, prompts = prompts[:size], prompts[size:]
-            texts = [np.frombuffer(raw, np.int32)[:-1] for raw in members]
+        wanted: dict[bytes, int] = {}
+        for i in reversed(self.waiting[-rows:] if rows else []):
+            if self._key[i] not in self._place:
+                wanted.setdefault(self._key[i], i)
+        for drafted in (False, True):
+            indices = [i for i in wanted.values() if (self.requests[i].draft is not None) == drafted]
+            self._plan(sorted(indices, key=lambda i: len(self._text(i))), drafted)
+
+    def _text(self, index: int) -> np.ndarray:
+        """What has to go through the target before a request can begin: all known tokens but the last."""
+        r = self.requests[index]
+        ids = r.prompt.token_ids
+        return (ids if r.draft is None else np.concatenate([ids, np.asarray(r.draft, np.int32)]))[:-1]
+
+    def _plan(self, indices: list[int], drafted: bool) -> None:
+        while indices:
+            size = 1 << (min(len(indices), self.config.prefill_batch).bit_length() - 1)
+            members, indices = indices[:size], indices[size:]
+            texts = [self._text(i) for i in members]
             ids = np.zeros((size, round_up(max(len(texts[-1]), 1), self.config.prefill_bucket)), np.int32)
             for row, text in enumerate(texts):
                 ids[row, : len(text)] = text
-            part = Part(ids, tuple(members))
+            part = Part(ids, tuple(self._key[i] for i in members), tuple(members) if drafted else ())
             self.parts.append(part)
-            self._place |= {key: (part, row) for row, key in enumerate(members)}
+            self._place |= {key: (part, row) for row, key in enumerate(part.keys)}
 
     def next_part(self) -> Part | None:
         """The oldest part that still has to go through the target."""
@@ -101,9 +141,11 @@ class Queue:
             if part is None or not part.ready:
                 break
             self.waiting.pop()
+            self._sharing[key] -= 1
+            if index in self._needless:
+                continue
             rows -= 1
             by_part.setdefault(id(part), (part, []))[1].append((index, place))
-            self._sharing[key] -= 1
         return list(by_part.values())
 
     def release(self) -> None:

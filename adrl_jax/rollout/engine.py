@@ -9,10 +9,11 @@ import numpy as np
 
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.rollout import admission
+from adrl_jax.rollout import admission, refresh, target
 from adrl_jax.rollout.programs import Programs
 from adrl_jax.rollout.round import drafter_or_none
-from adrl_jax.rollout.serving import GenerateResult, Served, Serving
+from adrl_jax.rollout.served import Flow, GenerateResult, Served
+from adrl_jax.rollout.serving import Serving
 from adrl_jax.rollout.settings import EngineConfig
 from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.rollout.tree_round import check_tree
@@ -20,7 +21,7 @@ from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.types import Request, Rollout, SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "GenerateResult"]
+__all__ = ["Engine", "EngineConfig", "Flow", "GenerateResult"]
 
 
 class Engine:
@@ -39,7 +40,8 @@ class Engine:
             drafters: by name; every strategy's drafter must be there.
 
         Raises:
-            ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's.
+            ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's;
+                the kernels cannot serve the model or do not run here.
         """
         self.config, self.drafters = config, dict(drafters or {})
         taps = sorted({n for d in self.drafters.values() for n in getattr(d, "taps", ())})
@@ -56,6 +58,8 @@ class Engine:
             raise ValueError(f"EngineConfig.eos_ids contains {past[0]}, which is not below the model's vocab_size={vocab}")
         if config.max_length is not None and config.max_length > limit:
             raise ValueError(f"EngineConfig.max_length={config.max_length} exceeds the model's max_positions={limit}")
+        kernels = target.resolve(config.kernels, model_config, config.strategies, config.max_batch)
+        self.config = dataclasses.replace(config, kernels=kernels)
         self.programs = Programs()
         self.drafter_version = -1
         self.collect: Callable[[Rollout, np.ndarray], None] | None = None
@@ -104,6 +108,7 @@ class Engine:
         on_launch: Callable[[LaunchRecord], None] | None = None,
         expected_tokens: Sequence[float] | None = None,
         history: HistoryStore | None = None,
+        flow: Flow | None = None,
     ) -> GenerateResult:
         """Finishes all requests with what is published now.
 
@@ -117,30 +122,46 @@ class Engine:
             expected_tokens: response tokens expected of each request, for `admission="longest_first"`; None means its budget.
             history: earlier responses to the same prompts, for drafters that look things up in them; what this call finishes
                 is added to it.
+            flow: requests come, responses leave and weights are swapped while the call goes on.
 
         Raises:
             ValueError: before anything is compiled: a request does not fit, or nothing was published. Later: the replayed
                 trace is too short or names an arm that is not there.
         """
-        if self._served is None:
-            raise ValueError("the engine has no weights yet: call publish first")
-        limit = self.model_config.max_positions if self.config.max_length is None else self.config.max_length
-        admission.check(requests, self.model_config.vocab_size, limit)
-        serving = Serving(
-            self._served,
-            self.config,
-            self.programs,
+        return self.serving(
             requests,
             sampling,
             bandit,
             bandit_state,
-            replay_arms,
-            on_launch,
-            expected_tokens,
-            history,
-        )
+            replay_arms=replay_arms,
+            on_launch=on_launch,
+            expected_tokens=expected_tokens,
+            history=history,
+            flow=flow,
+        ).run()
+
+    def serving(
+        self, requests: Sequence[Request], sampling: SamplingParams, bandit: Bandit, bandit_state: Any, **more: Any
+    ) -> Serving:
+        """A call of `generate` that has not begun: `run` does the work, `bandit_state` tells how far the bandit is."""
+        if self._served is None:
+            raise ValueError("the engine has no weights yet: call publish first")
+        if requests or more.get("flow") is None or more["flow"].feed is None:
+            self.check(requests)
+        replay = more.pop("replay_arms", None)
+        order = [more.pop(name, None) for name in ("on_launch", "expected_tokens", "history", "flow")]
+        if more:
+            raise TypeError(f"unknown arguments: {', '.join(more)}")
+        common = (self._served, self.config, self.programs, requests, sampling, bandit, bandit_state)
+        serving = Serving(*common, replay, *order, published=lambda: self._served)
         serving.collect = self.collect
-        return serving.run()
+        return serving
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises ValueError for a request that cannot be served, before anything is compiled."""
+        limit = self.model_config.max_positions if self.config.max_length is None else self.config.max_length
+        admission.check(requests, self.model_config.vocab_size, limit)
+        refresh.check_drafts(requests, self.config.verification)
 
 
 def _served(drafter: Drafter, drafter_params: Any, params: Any) -> Any:

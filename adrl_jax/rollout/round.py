@@ -14,6 +14,8 @@ import numpy as np
 from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention, init_cache
+from adrl_jax.rollout import target
+from adrl_jax.rollout.shared_slots import UNSURE, share_out, shared_pass
 from adrl_jax.rollout.state import Prefilled, RolloutState, Tally
 from adrl_jax.rollout.tree_round import tree_round
 from adrl_jax.sampling import noise
@@ -34,6 +36,7 @@ class RoundConfig:
         verification: `coupled` or `rejection`.
         simulate_acceptance: benchmark aid: each draft stands with this probability, whatever it is. What comes out is no
             sample of anything. None decides by the law.
+        kernels: who computes the target's attention and draws, see `adrl_kernels.choice`; not `auto`.
     """
 
     model: ModelConfig
@@ -41,6 +44,7 @@ class RoundConfig:
     eos_ids: tuple[int, ...]
     verification: str = "coupled"
     simulate_acceptance: float | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         verify.check_method(self.verification)
@@ -128,7 +132,14 @@ def decode_round(
         drafter: the strategy's; None exactly for a strategy that does not speculate.
         params: the target's, in engine layout.
         drafter_params: the drafter's, or None.
+
+    Raises:
+        ValueError: slots are shared and verification is not `coupled`: which drafts are looked at would bend the law.
     """
+    if strategy.shares_slots and config.verification != "coupled":
+        raise ValueError(
+            f"verification={config.verification!r} with {strategy.name!r}: slots can be shared with 'coupled' only"
+        )
     if strategy.width > 1:
         return tree_round(config, strategy, drafter, params, drafter_params, state)
     running = state.running
@@ -139,29 +150,20 @@ def decode_round(
         drafts, count, log_q = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
         bad = jnp.zeros(batch, bool)
     n = drafts.shape[1] + 1
-
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    chain = jnp.concatenate([last, drafts], axis=1)
     positions = (state.length - 1)[:, None] + jnp.arange(n, dtype=jnp.int32)
-    hidden, cache = transformer.Transformer(config.model).apply(
-        {"params": params},
-        jnp.concatenate([last, drafts], axis=1),
-        positions,
-        attend=cached_attention(positions),
-        cache=state.cache,
-    )
-    with jax.named_scope("verify"):
-        decide = verify.coupled if config.verification == "coupled" else verify.rejection
-        extra = {} if config.verification == "coupled" else {"log_q": log_q}
-        verdict = decide(
-            transformer.logits(params, transformer.final_hidden(hidden, config.model)),
-            drafts,
-            count,
-            state.temperature,
-            state.request_keys,
-            positions + 1,
-            config.law,
-            **extra,
+    if strategy.shares_slots:
+        log_chance = jnp.full(drafts.shape, UNSURE) if log_q is None else log_q[..., 0]
+        shares = share_out(log_chance, count, running, drafts.shape[0] * strategy.verify_tokens)
+        count = shares.drafts
+        verdict, hidden, cache = shared_pass(config, params, chain, shares, state)
+    else:
+        hidden, cache = transformer.Transformer(config.model).apply(
+            {"params": params}, chain, positions, attend=target.attention_of(config, positions), cache=state.cache
         )
+        verdict = _verdict(config, params, hidden, drafts, count, log_q, positions + 1, state)
+    with jax.named_scope("verify"):
         if config.simulate_acceptance is not None:
             verdict = _simulated(verdict, config.simulate_acceptance, count, state.request_keys, positions + 1)
         budget = jnp.where(running, state.limit - state.length, 0)
@@ -184,6 +186,14 @@ def decode_round(
         accept_tokens=state.accept_tokens + speculated * committed,
     )
     return state, tally(verdict.count - 1, count, running, bad, strategy.depth)
+
+
+def _verdict(config, params, hidden, drafts, count, log_q, positions, state) -> verify.Verdict:
+    where = (state.temperature, state.request_keys, positions)
+    with jax.named_scope("verify"):
+        if config.verification == "coupled":
+            return verify.matching(*target.own_tokens(config, params, hidden, *where), drafts, count)
+        return verify.rejection(transformer.logits(params, hidden), drafts, count, *where, config.law, log_q=log_q)
 
 
 def tally(accepted: jax.Array, offered: jax.Array, running: jax.Array, bad: jax.Array, depth: int) -> Tally:
@@ -217,9 +227,10 @@ def _draft(config, strategy, drafter, params, drafter_params, state):
             state.hidden,
             strategy.depth + 1,
         )
-        draw = guarded(verify.make_draw(config.verification, state.temperature, state.request_keys, config.law))
+        chances = strategy.shares_slots
+        draw = verify.make_draw(config.verification, state.temperature, state.request_keys, config.law, log_chance=chances)
         proposal, own = drafter.propose(
-            drafter_params, params, own, state.tokens, state.length, state.hidden, draw, strategy.depth
+            drafter_params, params, own, state.tokens, state.length, state.hidden, guarded(draw), strategy.depth
         )
     state = state._replace(drafter_states={**state.drafter_states, drafter.name: own})
     wrong = (proposal.tokens < 0) & (jnp.arange(strategy.depth) < proposal.count[:, None])

@@ -8,30 +8,29 @@ device once a launch. Nothing is prefilled again because speculation was switche
 """
 
 import contextlib
-import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from adrl_jax.bandit.base import Bandit, Context
-from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import check_capacity
-from adrl_jax.rollout import references
+from adrl_jax.rollout import references, refresh
 from adrl_jax.rollout import round as rounds
-from adrl_jax.rollout.admission import Part, Queue
+from adrl_jax.rollout.admission import Queue
 from adrl_jax.rollout.declared import WIDEST_CATCH_UP
+from adrl_jax.rollout.entrance import Entrance
+from adrl_jax.rollout.in_flight import Versions, rewrite
 from adrl_jax.rollout.programs import Programs
+from adrl_jax.rollout.served import Flow, GenerateResult, Served
 from adrl_jax.rollout.settings import EngineConfig, bucket
 from adrl_jax.rollout.slots import Slots
-from adrl_jax.rollout.state import Admitted, RolloutState, admit, empty, reshape
+from adrl_jax.rollout.state import RolloutState, reshape
 from adrl_jax.rollout.stats import Event, LaunchRecord, RolloutStats, report_of
-from adrl_jax.sampling import noise
 from adrl_jax.sampling.law import Law
-from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import FinishReason, Request, Rollout, SamplingParams
@@ -39,31 +38,7 @@ from adrl_jax.types import FinishReason, Request, Rollout, SamplingParams
 _fold_in = jax.jit(jax.random.fold_in)  # compiled: one dispatch a launch
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """An immutable snapshot of what a call of `generate` serves: weights with their versions, and the drafters."""
-
-    model: ModelConfig
-    params: Any
-    version: int
-    drafters: Mapping[str, Drafter]
-    drafter_params: Mapping[str, Any]
-
-    @property
-    def keeps_hidden(self) -> bool:
-        return any(d.uses_hidden for d in self.drafters.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateResult:
-    """What `Engine.generate` returns; `rollouts` are in the order of the requests."""
-
-    rollouts: list[Rollout]
-    bandit_state: Any
-    stats: RolloutStats
-
-
-class Serving:
+class Serving(Entrance):
     """State of one call; `run` may be called once.
 
     Attributes:
@@ -85,9 +60,18 @@ class Serving:
         on_launch: Callable[[LaunchRecord], None] | None = None,
         expected_tokens: Sequence[float] | None = None,
         history: HistoryStore | None = None,
+        flow: Flow | None = None,
+        published: Callable[[], Served] | None = None,
     ):
+        """
+        Args:
+            published: what the engine serves now, for `flow.cache`.
+
+        Others as in `Engine.generate`.
+        """
         self.served, self.config, self.programs = served, config, programs
-        self.requests, self.sampling = list(requests), sampling
+        self.sampling, self.flow = sampling, Flow() if flow is None else flow
+        self.published = published if self.flow.cache else None
         self.bandit, self.bandit_state = bandit, bandit_state
         self.replay = None if replay_arms is None else [int(a) for a in replay_arms]
         self.on_launch = on_launch
@@ -95,22 +79,19 @@ class Serving:
         self.readers = references.readers(served.drafters)
         law = Law.of(sampling, config.valid_vocab)
         self.round_config = rounds.RoundConfig(
-            served.model, law, config.eos_ids, config.verification, config.simulate_acceptance
+            served.model, law, config.eos_ids, config.verification, config.simulate_acceptance, config.kernels
         )
         self.bandit_key = jax.random.fold_in(jax.random.key(config.seed), served.version)
         self.deepest = max(1, *(s.depth for s in config.strategies))
-        self.queue = Queue(self.requests, config, expected_tokens)
+        self.queue = Queue(requests, config, expected_tokens)
         self.launches: list[LaunchRecord] = []
         self.events: list[Event] = []
-        self.rollouts: list[Rollout | None] = [None] * len(self.requests)
-        self.begin = 0.0
-        self.keys = noise.request_keys(
-            config.seed,
-            [r.prompt.prompt_id for r in self.requests],
-            [r.visit if r.noise_visit is None else r.noise_visit for r in self.requests],
-            [r.sample for r in self.requests],
-        )
-        self.slots = Slots.empty(bucket(min(len(self.requests), config.max_batch), config.batches))
+        self.rollouts: dict[int, Rollout] = {}
+        self.known: dict[int, refresh.Known] = {}
+        self.versions = Versions()
+        self.begin, self.done = 0.0, 0
+        self.drafts = np.zeros(3, np.int64)
+        self.slots = Slots.empty(bucket(min(max(len(requests), 1), config.max_batch), config.batches))
         self.state: RolloutState | None = None
         self.missing = dict.fromkeys(served.drafters, 0)
 
@@ -118,13 +99,17 @@ class Serving:
         """Finishes all requests."""
         self.begin = time.perf_counter()
         compiled = self.programs.compile_seconds
-        while len(self.queue) or self.slots.running.any():
+        while self._take_in():
+            if self.published is not None:
+                self._swap(self.published())
             if len(self.queue):
                 self._admit()
             if self.slots.running.any():
                 arm, strategy = self._choose()
                 self._fit(self.slots.needed(strategy, self.config.rounds_per_launch))
                 self._launch(arm, strategy)
+                if self.flow.finished is not None:
+                    self._harvest()
         self._harvest()
         stats = RolloutStats(
             launches=tuple(self.launches),
@@ -134,11 +119,54 @@ class Serving:
             device_seconds=sum(e.seconds for e in self.events),
             programs=len(self.programs),
             events=tuple(self.events),
+            drafts=tuple(self.drafts.tolist()),
         )
-        return GenerateResult(self.rollouts, self.bandit_state, stats)
+        return GenerateResult([self.rollouts[i] for i in sorted(self.rollouts)], self.bandit_state, stats)
+
+    def _take_in(self) -> bool:
+        """Asks for more requests where there is room; False when all work is done."""
+        running = int(self.slots.running.sum())
+        busy = bool(len(self.queue) or running)
+        room = self.config.max_batch - running - len(self.queue)
+        if self.flow.feed is None or room <= 0:
+            return busy
+        fresh = self.flow.feed(room, not busy)
+        if fresh is None:
+            return busy
+        self.queue.extend(fresh)
+        return True
+
+    def _swap(self, fresh: Served) -> None:
+        """Goes on with what is published now."""
+        if fresh is self.served:
+            return
+        self._harvest()
+        other = fresh.version != self.served.version  # else only drafters are new
+        if other:
+            rows = self.slots.request >= 0
+            self.versions.mark(self.slots.request[rows], self.slots.length[rows], self.served.version)
+        self.served = fresh
+        if other and self.flow.cache == "recompute":
+            self.queue.restart()
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """The cache of running rows by the weights that serve now, in pieces of one width."""
+        if self.state is None or not self.slots.running.any():
+            return
+        longest, width = int(self.slots.length[self.slots.running].max()), self.config.cache_bucket
+        key = ("rewrite", len(self.slots), self.state.capacity)
+        function = functools.partial(rewrite, self.served.model, width)
+        with self._on_device("prefill", prompts=int(self.slots.running.sum()), tokens=longest):
+            for start in range(0, longest, width):
+                args = (self.served.params, self.state, np.int32(start))
+                self.state = self.programs(key, function, args, donate=(1,))
+            jax.block_until_ready(self.state)
+        kept = {name: getattr(d, "keeps_entries", True) for name, d in self.served.drafters.items()}
+        self.missing = {name: longest if kept[name] else 0 for name in self.missing}
 
     def _choose(self) -> tuple[int, Strategy]:
-        index, strategies = len(self.launches), self.config.strategies
+        index, strategies = self.done, self.config.strategies
         if self.replay is not None:
             if index >= len(self.replay):
                 raise ValueError(f"replay_arms has {len(self.replay)} arms, but launch {index} needs one more")
@@ -156,7 +184,8 @@ class Serving:
 
     def _batch(self) -> int:
         """Rows of the next launch: rows are kept for those who wait, else the smallest compiled size will do."""
-        return len(self.slots) if len(self.queue) else bucket(int(self.slots.running.sum()), self.config.batches)
+        running = int(self.slots.running.sum())
+        return len(self.slots) if len(self.queue) else bucket(max(running, 1), self.config.batches)
 
     def _enough(self) -> int:
         """Rows running at which a launch ends early: a smaller compiled batch will do, or a quarter of the rows is free for
@@ -176,80 +205,6 @@ class Serving:
         end = time.perf_counter()
         seconds = end - began - (self.programs.compile_seconds - compiled)
         self.events.append(Event(kind, end - seconds - self.begin, seconds, facts))
-
-    def _admit(self) -> None:
-        """Gives free rows to those who wait, as far as their prompts are through the target; moves prompts on."""
-        free = np.flatnonzero(~self.slots.running)
-        if not len(free):
-            return
-        self._harvest()
-        self.queue.begin_prefill(len(free))
-        while (part := self.queue.next_part()) is not None:
-            self._prefill(part)
-            if self.config.prefill_chunk is not None and self.slots.running.any():
-                break  # the rest waits until those who run had their turn
-        for part, members in self.queue.admissible(len(free)):
-            rows, free = free[: len(members)], free[len(members) :]
-            self._put(part, rows, members)
-        self.queue.release()
-
-    def _prefill(self, part: Part) -> None:
-        """Runs the part's prompts, or the next piece of them, through the target."""
-        served, (count, width) = self.served, part.token_ids.shape
-        size = min(self.config.prefill_chunk or width, width - part.done)
-        ids = part.token_ids[:, part.done : part.done + size]
-        with self._on_device("prefill", prompts=count, tokens=size):
-            if part.done == 0:
-                function = functools.partial(rounds.prefill, served.model, width, served.keeps_hidden)
-                part.prefilled = self.programs(("prefill", (count, size), width), function, (served.params, ids))
-            else:
-                function = functools.partial(rounds.continue_prefill, served.model)
-                args = (served.params, ids, part.prefilled, np.full(count, part.done, np.int32))
-                key = ("continue_prefill", (count, size), width)
-                part.prefilled = self.programs(key, function, args, donate=(2,))
-            jax.block_until_ready(part.prefilled)
-        part.done += size
-
-    def _put(self, part: Part, rows: np.ndarray, members: Sequence[tuple[int, int]]) -> None:
-        """Lets requests begin in free rows."""
-        config, slots, served = self.config, self.slots, self.served
-        indices, count = [i for i, _ in members], len(members)
-        slots.put(rows, indices, self.requests)
-        needed = slots.needed(OFF, config.rounds_per_launch)
-        batch = len(slots)
-        if self.state is None:
-            capacity = config.capacity(needed)
-            function = functools.partial(empty, served.model, batch, capacity, served.drafters, served.keeps_hidden)
-            with self._on_device("admit", rows=0):
-                self.state = jax.block_until_ready(self.programs(("empty", batch, capacity), function, ()))
-        elif needed > self.state.capacity:
-            self._reshape(np.arange(batch), needed)
-        size, capacity = 1 << (count - 1).bit_length(), self.state.capacity
-        fresh = Admitted(
-            row=np.full(size, batch, np.int32),
-            source=np.zeros(size, np.int32),
-            tokens=np.zeros((size, capacity), np.int32),
-            length=np.ones(size, np.int32),
-            limit=np.ones(size, np.int32),
-            request_keys=np.zeros((size, 2), np.uint32),
-            temperature=np.full(size, self.sampling.temperature, np.float32),
-            ignore_eos=np.zeros(size, bool),
-        )
-        fresh.row[:count] = rows
-        fresh.source[:count] = [place for _, place in members]
-        fresh.length[:count], fresh.limit[:count] = slots.length[rows], slots.limit[rows]
-        fresh.request_keys[:count] = self.keys[indices]
-        for k, index in enumerate(indices):
-            ids = self.requests[index].prompt.token_ids
-            fresh.tokens[k, : len(ids)] = ids
-            fresh.ignore_eos[k] = self.requests[index].forced_length
-        key = ("admit", part.token_ids.shape, size, batch, capacity)
-        with self._on_device("admit", rows=count):
-            args = (self.state, fresh, part.prefilled)
-            self.state = jax.block_until_ready(self.programs(key, admit, args, donate=(0,)))
-        gap = int(slots.length[rows].max())
-        kept = {name: getattr(d, "keeps_entries", True) for name, d in served.drafters.items()}
-        self.missing = {name: max(gap, n) if kept[name] else 0 for name, n in self.missing.items()}
 
     def _fit(self, needed: int) -> None:
         """Shrinks the batch and grows the cache where a smaller or larger compiled size is due."""
@@ -346,8 +301,12 @@ class Serving:
             catch_up_seconds=caught_up,
         )
         if record.tokens < 1:
-            raise RuntimeError(f"launch {len(self.launches)} ({strategy.name}) committed no token")
-        self.launches.append(record)
+            raise RuntimeError(f"launch {self.done} ({strategy.name}) committed no token")
+        self.done += 1
+        if self.flow.feed is None:  # else they would pile up
+            self.launches.append(record)
+        else:
+            self.events.clear()
         self.slots, self.missing = after, summary.missing
         # The first run of a program touches memory for the first time: not what the arm costs.
         if self.replay is None and not record.compiled:
@@ -361,35 +320,54 @@ class Serving:
         finished = np.flatnonzero(~slots.running & (slots.request >= 0))
         if not len(finished):
             return
-        done = slots.request[finished]
         tokens, log_probs, reason = jax.device_get((self.state.tokens, self.state.log_probs, self.state.finish_reason))
         hidden = None if self.collect is None or self.state.hidden is None else jax.device_get(self.state.hidden)
+        answered = set()
         for row in finished:
-            index, n = slots.request[row], int(slots.length[row])
+            index, n = int(slots.request[row]), int(slots.length[row])
             request = self.requests[index]
+            answered.add(request.prompt.prompt_id)
             p = len(request.prompt.token_ids)
-            self.rollouts[index] = Rollout(
-                prompt_id=request.prompt.prompt_id,
-                visit=request.visit,
-                sample=request.sample,
-                group_id=request.group_id,
-                token_ids=tokens[row, :n].copy(),
-                prompt_length=p,
-                response_length=n - p,
-                log_probs=log_probs[row, p:n].copy(),
-                policy_versions=np.full(n - p, self.served.version, np.int32),
-                finish_reason=FinishReason(int(reason[row])),
-                sampling=self.sampling,
-                accept_passes=int(slots.passes[row]),
-                accept_tokens=int(slots.committed[row]),
-                noise_visit=request.noise_visit,
-            )
-            slots.request[row] = -1
+            spoken = log_probs[row, p:n].copy()
+            if index in self.known:
+                verified = self.known.pop(index).log_probs
+                spoken[: len(verified)] = verified
+            counts = int(slots.passes[row]), int(slots.committed[row])
+            versions = self.versions.of(index, p, n, self.served.version)
+            found = self._finish(index, tokens[row, p:n], spoken, FinishReason(int(reason[row])), versions, *counts)
             if hidden is not None:
-                self.collect(self.rollouts[index], hidden[row, : n - 1])
-            if self.history is not None:
-                self.history.add(self.rollouts[index])
+                self.collect(found, hidden[row, : n - 1])
+            slots.request[row] = -1
         if self.history is not None:
-            answered = {self.rollouts[i].prompt_id for i in done}
             rows = [self.requests[i] if i >= 0 else None for i in slots.request]
             slots.behind |= references.behind(answered, rows)
+
+    def _finish(
+        self, index: int, tokens, log_probs, reason: FinishReason, versions, passes: int = 0, committed: int = 0
+    ) -> Rollout:
+        """A request has its response: tokens and log-probs `[R]`, versions `[R]` or one for all."""
+        request, ids = self.requests[index], self.requests[index].prompt.token_ids
+        rollout = Rollout(
+            prompt_id=request.prompt.prompt_id,
+            visit=request.visit,
+            sample=request.sample,
+            group_id=request.group_id,
+            token_ids=np.concatenate([ids, tokens]),
+            prompt_length=len(ids),
+            response_length=len(tokens),
+            log_probs=log_probs,
+            policy_versions=np.array(np.broadcast_to(versions, len(tokens)), np.int32),
+            finish_reason=reason,
+            sampling=self.sampling,
+            accept_passes=passes,
+            accept_tokens=committed,
+            noise_visit=request.noise_visit,
+        )
+        if self.history is not None:
+            self.history.add(rollout)
+        if self.flow.finished is None:
+            self.rollouts[index] = rollout
+        else:
+            self.queue.forget(index)
+            self.flow.finished([(index, rollout)])
+        return rollout

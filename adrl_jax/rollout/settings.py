@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from adrl_kernels import choice
+
 from adrl_jax.speculation import verify
 from adrl_jax.speculation.strategy import OFF, Strategy
 
@@ -31,6 +33,8 @@ class EngineConfig:
         max_length: longest prompt + response in tokens; None means what the model allows.
         simulate_acceptance: benchmark aid, None outside of benchmarks: drafts stand with this probability, whatever they are,
             so that the engine can be measured apart from a drafter's luck. Rollouts made this way are no samples.
+        kernels: who computes the target's attention and draws: `xla`, `pallas_tpu`, `pallas_gpu`, `interpret` (slow, for
+            tests), or `auto`, which chooses for this machine and says so in the log. See `adrl_kernels.choice`.
     """
 
     seed: int
@@ -48,6 +52,7 @@ class EngineConfig:
     admission: str = "arrival"
     max_length: int | None = None
     simulate_acceptance: float | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         optional = ("prefill_chunk", "max_length")
@@ -58,6 +63,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"EngineConfig.{name}={value!r} must be a positive integer")
         verify.check_method(self.verification)
+        choice.check_name(self.kernels, "EngineConfig.kernels")
         if self.prefill_chunk is not None and self.prefill_chunk % self.prefill_bucket:
             raise ValueError(
                 f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of prefill_bucket={self.prefill_bucket}"

@@ -38,15 +38,20 @@ class Slots:
     def __len__(self) -> int:
         return len(self.request)
 
+    def grown(self, batch: int) -> "Slots":
+        """These rows, and free ones up to `batch`."""
+        extra = Slots.empty(batch - len(self))
+        names = [f.name for f in dataclasses.fields(self)]
+        return Slots(*(np.concatenate([getattr(self, n), getattr(extra, n)]) for n in names))
+
     def take(self, rows: np.ndarray) -> "Slots":
         return Slots(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
 
-    def put(self, rows: Sequence[int], indices: Sequence[int], requests: Sequence[Request]) -> None:
-        """Gives the free `rows` to the requests at `indices`."""
-        prompts = [len(requests[i].prompt.token_ids) for i in indices]
+    def put(self, rows: Sequence[int], indices: Sequence[int], requests: Sequence[Request], lengths: Sequence[int]) -> None:
+        """Gives the free `rows` to the requests at `indices`, of which `lengths` tokens are known."""
         self.request[rows] = indices
-        self.length[rows] = prompts
-        self.limit[rows] = [p + requests[i].max_new_tokens for p, i in zip(prompts, indices)]
+        self.length[rows] = lengths
+        self.limit[rows] = [len(requests[i].prompt.token_ids) + requests[i].max_new_tokens for i in indices]
         self.running[rows] = self.behind[rows] = True
         self.passes[rows] = self.committed[rows] = 0
 

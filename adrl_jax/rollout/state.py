@@ -187,3 +187,16 @@ def reshape(state: RolloutState, rows: jax.Array, drafters: Mapping[str, Drafter
         drafter_states={name: drafters[name].grow(s, capacity) for name, s in state.drafter_states.items()},
     )
     return jax.tree.map(lambda x: x[rows], grown)
+
+
+def more_rows(state: RolloutState, batch: int) -> RolloutState:
+    """A state of `batch` rows, more than before: the new ones serve no request and stand last."""
+    extra = batch - state.length.shape[0]
+    grown = jax.tree.map(lambda x: jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), state)
+    old = jnp.arange(batch) < batch - extra
+    return grown._replace(
+        finish_reason=jnp.where(old, grown.finish_reason, FinishReason.ABORTED),
+        length=jnp.where(old, grown.length, 1),
+        limit=jnp.where(old, grown.limit, 1),
+        temperature=jnp.where(old, grown.temperature, 1.0),
+    )

@@ -71,6 +71,7 @@ class RolloutStats:
         device_seconds: part of it during which a launch, prefill, catch-up or compaction was on the device.
         programs: compiled programs the engine holds at the end.
         events: what the device did when, in order.
+        drafts: of earlier responses to be verified (`refresh`): tokens, tokens kept, tokens that the policy would not draw.
     """
 
     launches: tuple[LaunchRecord, ...]
@@ -80,6 +81,17 @@ class RolloutStats:
     device_seconds: float
     programs: int
     events: tuple[Event, ...] = ()
+    drafts: tuple[int, int, int] = (0, 0, 0)
+
+    def then(self, later: "RolloutStats") -> "RolloutStats":
+        """Both calls as one."""
+        seconds = ("seconds", "compile_seconds", "prefill_seconds", "device_seconds")
+        return RolloutStats(
+            (*self.launches, *later.launches),
+            **{name: getattr(self, name) + getattr(later, name) for name in seconds},
+            programs=later.programs,
+            events=(*self.events, *later.events),
+        )
 
     @property
     def faults(self) -> int:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from adrl_jax.models import transformer
+from adrl_jax.models import kernel_attention, transformer
 from adrl_jax.models.kv_cache import TreeCache, commit_path, init_cache, tree_attention, write_rows
+from adrl_jax.rollout import target
 from adrl_jax.rollout.state import RolloutState, Tally
 from adrl_jax.speculation import verify, verify_tree
 from adrl_jax.speculation.drafter import Drafter
@@ -55,19 +56,31 @@ def tree_round(
         raise ValueError(
             f"simulate_acceptance={config.simulate_acceptance} is for chains: {strategy.name!r} has width={strategy.width}"
         )
-    running, decide = state.running, getattr(verify_tree, config.verification)
+    running = state.running
     with jax.named_scope("draft"):
         tree, state = _draft(config, strategy, drafter, params, drafter_params, state)
 
     root = state.length - 1
     positions = root[:, None] + tree.levels
-    attend = tree_attention(positions, root, ancestors(tree.parents, strategy.depth), positions, 0)
-    cache = TreeCache(state.cache, init_cache(config.model, *tree.tokens.shape))
+    sees = ancestors(tree.parents, strategy.depth)
+    if config.kernels == "xla":
+        attend = tree_attention(positions, root, sees, positions, 0)
+        cache = TreeCache(state.cache, init_cache(config.model, *tree.tokens.shape))
+    else:
+        attend = kernel_attention.tree_attention(positions, root, sees, config.kernels)
+        cache = TreeCache(state.cache, kernel_attention.empty_nodes(config.model))
     model = transformer.Transformer(config.model)
     hidden, cache = model.apply({"params": params}, tree.tokens, positions, attend=attend, cache=cache)
     with jax.named_scope("verify"):
-        logits = transformer.logits(params, transformer.final_hidden(hidden, config.model))
-        walk = decide(logits, tree, strategy, state.temperature, state.request_keys, state.length, config.law)
+        if config.verification == "coupled":
+            chosen = state.length[:, None] + tree.levels
+            own = target.own_tokens(config, params, hidden, state.temperature, state.request_keys, chosen)
+            walk = verify_tree.matching(*own, tree, strategy)
+        else:
+            logits = transformer.logits(params, hidden)
+            walk = verify_tree.rejection(
+                logits, tree, strategy, state.temperature, state.request_keys, state.length, config.law
+            )
         budget = jnp.where(running, state.limit - state.length, 0)
         committed, reason = verify.truncate(walk.verdict, config.eos_ids, budget, state.ignore_eos)
     committed = jnp.where(running, committed, 0)
@@ -82,12 +95,18 @@ def tree_round(
         log_probs=state.log_probs.at[rows, place].set(walk.verdict.log_probs, mode="drop"),
         length=state.length + committed,
         finish_reason=jnp.where(running, reason, state.finish_reason),
-        cache=commit_path(cache, walk.path, root),
+        cache=_commit(config, cache, walk, root, committed),
         hidden=write_rows(state.hidden, jnp.take_along_axis(hidden, walk.path[..., None], axis=1), root, 1),
         accept_passes=state.accept_passes + speculated,
         accept_tokens=state.accept_tokens + speculated * committed,
     )
     return state, _tally(walk, running, tree.bad)
+
+
+def _commit(config, cache, walk, root, committed):
+    if config.kernels == "xla":
+        return commit_path(cache, walk.path, root)
+    return kernel_attention.commit_path(cache, walk.path, root, committed, config.kernels)
 
 
 def _draft(config, strategy, drafter, params, drafter_params, state) -> tuple[Tree, RolloutState]:

@@ -43,7 +43,13 @@ class Scored:
 
     @property
     def rewards(self) -> np.ndarray:
+        """float64 `[N]`; not finite where a score was no number."""
         return np.array([s.value for s in self.scores], np.float64)
+
+    @property
+    def usable(self) -> np.ndarray:
+        """bool `[N]`: the reward is a finite number and the reference could be read. Others take no part in learning."""
+        return np.isfinite(self.rewards) & np.array([s.reason != "unparsed_reference" for s in self.scores], bool)
 
 
 def requests_for(
@@ -70,38 +76,37 @@ def requests_for(
 def score(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], tokenizer: Any, scorer: Scorer) -> Scored:
     """Decodes and scores finished rollouts. `prompts` has one entry a rollout.
 
+    A score that is not a finite number is kept and counted; its rollout takes no part in learning, its siblings do.
+
     Raises:
-        RewardError: a score is not a finite number, or the scorer failed on a response.
+        RewardError: the scorer failed on a response, or no score of the batch is a finite number.
     """
     texts = [tokenizer.decode(r.response_ids, skip_special=True) for r in rollouts]
     scores = scorer([(p, t, r.truncated) for p, t, r in zip(prompts, texts, rollouts, strict=True)])
     if len(scores) != len(rollouts):
         raise RewardError(f"the scorer returned {len(scores)} scores for {len(rollouts)} responses")
     for prompt, text, s in zip(prompts, texts, scores):
-        if s.reason == "error" or not np.isfinite(s.value):
-            what = f"failed: {s.detail}" if s.reason == "error" else f"gave {s.value!r}, which is not a finite number"
-            raise RewardError(f"the reward of prompt {prompt.prompt_id} {what} (response {text[:80]!r})")
+        if s.reason == "error":
+            raise RewardError(f"the reward of prompt {prompt.prompt_id} failed: {s.detail} (response {text[:80]!r})")
+    if scores and not any(np.isfinite(s.value) for s in scores):
+        raise RewardError(
+            f"no reward of {len(scores)} is a finite number; the first, of prompt {prompts[0].prompt_id}, is "
+            f"{scores[0].value!r} (response {texts[0][:80]!r})"
+        )
     warn_if_unparsed(scores, texts)
     return Scored(list(rollouts), list(prompts), texts, list(scores), np.zeros(len(scores), np.float32))
 
 
-def with_advantages(scored: Scored, advantage: Callable[..., Any]) -> Scored:
-    """Adds advantages, by group. Scores against an unreadable reference take no part."""
-    groups = np.array([r.group_id for r in scored.rollouts])
-    valid = np.array([s.reason != "unparsed_reference" for s in scored.scores])
-    result = advantage(scored.rewards, groups, valid=valid)
-    return dataclasses.replace(scored, advantages=result.values, frac_zero_std=float(result.frac_zero_std))
-
-
 def metrics(scored: Scored) -> dict[str, float]:
     """Numbers of a batch: `reward/*`, `len/*` in tokens, `frac_truncated`, and counts of reasons as shares of N."""
-    rewards = scored.rewards
+    rewards = scored.rewards[np.isfinite(scored.rewards)]
     lengths = np.array([r.response_length for r in scored.rollouts])
     out = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "reward/max": rewards.max(),
         "reward/min": rewards.min(),
+        "reward/nonfinite": np.mean(~np.isfinite(scored.rewards)),
         "len/mean": lengths.mean(),
         "len/median": np.median(lengths),
         "len/p95": np.percentile(lengths, 95),

@@ -34,6 +34,7 @@ def evaluate(
     with watch.phase("rollout"):
         result = parts.engine.generate(requests, sampling, parts.bandit, bandit_state, on_launch=on_launch)
     with watch.phase("reward"):
-        scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
+        scorer = parts.eval_scorer or parts.scorer
+        scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, scorer)
     row = collect.metrics(scored) | numbers.of_rollouts(result.stats, result.rollouts, parts.strategies) | watch.metrics()
     return row, scored, result.bandit_state

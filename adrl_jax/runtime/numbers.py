@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from adrl_jax.runtime.collect import Scored
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.types import Rollout
 
@@ -21,7 +20,11 @@ _UPDATE = {
     "clip_frac_low": "clip_frac/low",
 }
 # Raw distance between the law that sampled and the learner's, before any update of this batch.
-_MISMATCH = {"k1": "mismatch/k1", "k3": "mismatch/k3", "max_abs_delta": "mismatch/max_abs_delta", "ess": "mismatch/ess"}
+_MISMATCH = (
+    *("k1", "k2", "k3", "mean_abs_delta", "p99_abs_delta", "max_abs_delta", "weight_std", "weight_max", "ess", "chi2"),
+    *("ess_response", "chi2_response"),
+)
+_PREFIXES = ("drafter/", "value/", "engine/", "stale/", "age", "reference/", "masked_", "lr_scale")
 
 
 def on_host(values: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -30,10 +33,12 @@ def on_host(values: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one batch; mismatch from the first, when learner and engine had the same weights."""
+    """Means over the optimizer steps of one batch; mismatch from the first, before anything was learnt from the batch."""
+    if not updates:  # nothing of the batch was worth an update
+        return {"update/skipped": 0.0, "update/tokens": 0.0}
     out = {new: float(np.mean([u[old] for u in updates])) for old, new in _UPDATE.items() if old in updates[0]}
-    out |= {new: updates[0][old] for old, new in _MISMATCH.items() if old in updates[0]}
-    out |= {n: float(np.mean([u[n] for u in updates])) for n in updates[0] if n.startswith("drafter/")}
+    out |= {f"mismatch/{name}": updates[0][name] for name in _MISMATCH if name in updates[0]}
+    out |= {n: float(np.mean([u[n] for u in updates])) for n in updates[0] if n.startswith(_PREFIXES)}
     out["clip_frac"] = out.get("clip_frac/high", 0.0) + out.get("clip_frac/low", 0.0)
     return out | {"update/skipped": sum(u["skipped"] for u in updates), "update/tokens": sum(u["tokens"] for u in updates)}
 
@@ -53,25 +58,9 @@ def of_rollouts(stats: Any, rollouts: Sequence[Rollout], strategies: Sequence[St
     return out | {f"bandit/arm/{s.name}": used[i] / max(len(launches), 1) for i, s in enumerate(strategies)}
 
 
-def of_staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Policy updates between drawing a token and learning from it."""
-    ages = np.concatenate([version - r.policy_versions for r in rollouts])
-    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
-
-
 def most_used(stats: Any, strategies: Sequence[Strategy]) -> str:
     """Name of the arm that committed most tokens."""
     tokens: Counter[int] = Counter()
     for launch in stats.launches:
         tokens[launch.arm] += launch.tokens
     return strategies[tokens.most_common(1)[0][0]].name if tokens else "none"
-
-
-def minibatches(scored: Scored, count: int) -> list[tuple[list[Rollout], np.ndarray]]:
-    """Rollouts and advantages of each optimizer step: whole groups, in the order they were drawn."""
-    groups = list(dict.fromkeys(r.group_id for r in scored.rollouts))
-    parts = []
-    for chosen in np.array_split(np.array(groups), count):
-        members = [i for i, r in enumerate(scored.rollouts) if r.group_id in set(chosen.tolist())]
-        parts.append(([scored.rollouts[i] for i in members], scored.advantages[members]))
-    return parts

@@ -4,17 +4,22 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from adrl_jax.bandit.base import Bandit
+from adrl_jax.learner.disagreement import Measure
 from adrl_jax.learner.update import LearnerState, Update
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.runtime.adapting import Adapting
+from adrl_jax.runtime.choice import RefreshConfig
 from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.strategy import Strategy
-from adrl_jax.types import PackedBatch, Prompt, Rollout, SamplingParams
+from adrl_jax.types import PackedBatch, Prompt, SamplingParams
+
+MODES = ("sync", "lagged", "overlap", "in_flight")
 
 EVALUATION_VISIT = 2**31 - 1
 """Visit number of evaluation requests: no training draw has it, and all evaluations of a run share their noise."""
@@ -56,7 +61,8 @@ class LoopConfig:
         sampling: law of training rollouts.
         reuse_noise: a prompt's samples get the noise of its first visit at every visit.
         reset_bandit: a saved controller of other arms is replaced by a fresh one instead of refused.
-        minibatches: optimizer steps a batch; divides `prompts_per_step`.
+        max_nonfinite: updates in a row that may be skipped because they were not finite.
+        max_refills: rounds of prompts drawn after the first until enough groups have unequal rewards; 0 takes the first as it is.
         warm_steps: supervised updates before.
         evaluate_every: steps between evaluations, 0 for before and after only.
         eval_samples: responses to each held-out prompt.
@@ -67,6 +73,15 @@ class LoopConfig:
         compare_repeats: timed repeats of the closing comparison, 0 for none.
         tensorboard: whether to write event files.
         report: whether to write `report.html`.
+        updates_per_batch: most optimizer updates that a batch is good for: by so much its version of the policy is newer.
+        mode: one of `MODES`.
+        limit: staleness limit in versions (batches); of `lagged` the very lag, of `sync` 0.
+        queue: finished batches that may wait.
+        cache: `in_flight`: what becomes of running requests' caches when weights are swapped.
+        pinned: `overlap`: see `overlap.OverlapConfig`.
+        silence_s: seconds without a sign of life after which the generator counts as dead.
+        refresh: when stale batches are made current.
+        trace: whether to write `trace.json`.
     """
 
     seed: int
@@ -77,7 +92,8 @@ class LoopConfig:
     sampling: SamplingParams
     reuse_noise: bool
     reset_bandit: bool
-    minibatches: int
+    max_nonfinite: int
+    max_refills: int
     warm_steps: int
     evaluate_every: int
     eval_samples: int
@@ -88,6 +104,15 @@ class LoopConfig:
     compare_repeats: int
     tensorboard: bool
     report: bool
+    updates_per_batch: int = 1
+    mode: str = "sync"
+    limit: int = 0
+    queue: int = 2
+    cache: str = "keep"
+    pinned: bool = False
+    silence_s: float = 600.0
+    refresh: RefreshConfig = dataclasses.field(default_factory=RefreshConfig)
+    trace: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +123,24 @@ class Parts:
         model_config: the policy's.
         tokenizer: decodes responses.
         train_prompts, eval_prompts: indexable.
-        scorer: scores a batch of responses.
+        scorer: scores a batch of training responses.
+        eval_scorer: scores those to held-out prompts (the gold reward, where `scorer` is a proxy); None: `scorer`.
         engine: generates; knows `strategies` in this order.
         strategies: the arms.
         bandit: picks among them.
         controller: what the bandit's state belongs to, see `bandit.base.signature`.
         history: earlier responses for drafters that look things up, or None.
         init_learner: fresh weights and optimizer state, the same at every call.
-        advantage: `(rewards, group_ids, valid=) -> Advantages`.
-        pack: `(rollouts, advantages, version) -> PackedBatch`.
-        update: one optimizer step of RL.
-        init_rl_optimizer: fresh optimizer state for given weights, at the start of RL.
+        prepare: `(learner, scored, step) -> Prepared`, see `runtime.experience`.
+        update: `(learner, batch) -> (learner, metrics)`, one optimizer step of RL.
+        begin_rl: the learner at the start of RL: version 0, a fresh optimizer, these weights as the reference model.
         warm_batch: `step -> PackedBatch` of worked examples; None without a warm start.
         warm_update: one supervised step.
         fixed_drafters: served weights of drafters that are not trained here, by name.
         replay: arms of each step to repeat, or None.
         identity: what a checkpoint must agree with to be resumed, as flat JSON.
+        disagreement: the share of stored tokens that given weights would not choose, or None.
+        generator_device: what the engine runs on where it has a device of its own, else None.
         drafter_name: under which the engine knows the trained drafter.
         adapting: when the drafter is trained, and what its acceptance says.
         frozen_update: an `update` that leaves the drafter alone, for steps in which `adapting` does not ask for more; None where
@@ -131,18 +158,20 @@ class Parts:
     controller: str
     history: HistoryStore | None
     init_learner: Callable[[], LearnerState]
-    advantage: Callable[..., Any]
-    pack: Callable[[Sequence[Rollout], np.ndarray, int], PackedBatch]
-    update: Update
-    init_rl_optimizer: Callable[[Any], Any]
+    prepare: Callable[[LearnerState, Any, int], Any]
+    update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]]
+    begin_rl: Callable[[LearnerState], LearnerState]
     warm_batch: Callable[[int], PackedBatch] | None
     warm_update: Update | None
     fixed_drafters: Mapping[str, Any]
     replay: Mapping[int, list[int]] | None
     identity: Mapping[str, Any]
+    eval_scorer: Scorer | None = None
+    disagreement: Measure | None = None
+    generator_device: jax.Device | None = None
     drafter_name: str = "eagle"
     adapting: Adapting = dataclasses.field(default_factory=Adapting)
-    frozen_update: Update | None = None
+    frozen_update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]] | None = None
 
     @property
     def off(self) -> int:

@@ -48,6 +48,7 @@ def snapshot(
     drafter_version: int = 0,
     drafter_name: str = "eagle",
     others: Mapping[str, Any] | None = None,
+    device: jax.Device | None = None,
 ) -> Snapshot:
     """Copies the learner's weights for serving.
 
@@ -59,12 +60,20 @@ def snapshot(
         drafter_version: of them.
         drafter_name: under which the engine knows it.
         others: weights of drafters that are not trained here, served as they are.
+        device: where they are served, where that is not where they are learnt: laid out by one program on the learner's
+            devices, then sent over.
     """
+
+    def laid_out(tree):
+        if device is None:
+            return engine_layout(tree, config)
+        return jax.device_put(_one_program(tree, config), device)
+
     release_freed()  # what the update left; below, what the copies leave
     drafters = dict(others or {})
     if drafter is not None:
-        drafters[drafter_name] = engine_layout(drafter, config)
-    served = jax.block_until_ready(engine_layout(params, config))
+        drafters[drafter_name] = laid_out(drafter)
+    served = jax.block_until_ready(laid_out(params))
     shot = Snapshot(
         served,
         int(version),
@@ -75,6 +84,9 @@ def snapshot(
     )
     release_freed()
     return shot
+
+
+_one_program = jax.jit(engine_layout, static_argnums=1)
 
 
 def fingerprint(tree: Any) -> str:

@@ -6,7 +6,8 @@ The name is (run seed, prompt id, visit, sample, absolute position, role, vocabu
    "Parallel random numbers: as easy as 1, 2, 3"). Indices are never added: 3 + 1 and 4 + 0 must not meet.
 2. `position_keys` folds position and role, again with Threefry.
 3. `bits` hashes (position key, vocabulary id). This layer runs over the whole vocabulary for every token, so it is a cheap
-   32-bit integer hash of four multiplications with both key words mixed in, not a cipher.
+   32-bit integer hash of four multiplications with both key words mixed in, not a cipher. Kernels run it too, so it is
+   defined in `adrl_kernels.noise`.
 
 The *integer bits* are the contract: an accelerated kernel must reproduce them exactly. What is computed from them
 (`gumbel`, `uniform`) may differ in the last float bits.
@@ -19,6 +20,19 @@ import enum
 import jax
 import jax.numpy as jnp
 import numpy as np
+from adrl_kernels.noise import exponential_of_bits, hash_ids
+
+__all__ = [
+    "Role",
+    "bits",
+    "exponential_of_bits",
+    "gumbel",
+    "hash_ids",
+    "position_keys",
+    "request_keys",
+    "threefry2x32",
+    "uniform",
+]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -105,36 +119,10 @@ def position_keys(request_keys, positions, role: Role):
     return xp.stack(threefry2x32(key, (positions, xp.full_like(positions, int(role)))), axis=-1)
 
 
-def hash_ids(key0, key1, ids):
-    """32 random bits for vocabulary ids: uint32 arrays in, uint32 out, broadcast.
-
-    Two keyed rounds of multiplications and shifts (constants from Wellons' exhaustive searches, `lowbias32` and `triple32`).
-    For one key it is a bijection of `ids`. The second key word has to wait for the first full round: added earlier, while the
-    counter is still an almost linear sequence, it would make some pairs of positions shifted copies of each other.
-    """
-    x = ids ^ key0
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    x = (x ^ (x >> np.uint32(16))) + key1
-    x = (x ^ (x >> np.uint32(17))) * np.uint32(0xAC4C1B51)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB)
-    return x ^ (x >> np.uint32(14))
-
-
 def bits(keys, vocab: int):
     """Random bits for every vocabulary id: keys uint32 `[..., 2]` -> uint32 `[..., V]`."""
     xp = jnp if isinstance(keys, jax.Array) else np
     return hash_ids(keys[..., 0, None], keys[..., 1, None], xp.arange(vocab, dtype=np.uint32))
-
-
-def exponential_of_bits(random_bits: jax.Array) -> jax.Array:
-    """Exponential(1) variates, float32, of uint32 bits; `-log` of them is Gumbel noise.
-
-    The tail probability u = (bits + 1/2) / 2**32 is small where the variate is small, which is where a Gumbel maximum is
-    decided, and `log1p` keeps its full precision there. Rounding to 1 is prevented, so the result is finite.
-    """
-    u = random_bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
-    return -jnp.log1p(-jnp.minimum(u, jnp.float32(1.0 - 2.0**-24)))
 
 
 def gumbel(keys: jax.Array, vocab: int) -> jax.Array:

@@ -137,7 +137,8 @@ class Merged:
         log_q = drawn.log_q
         if log_q is not None:
             ids = jnp.arange(log_q.shape[-1], dtype=jnp.int32)
-            one_hot = jnp.where(ids == match.tokens[..., None], 0.0, -jnp.inf)
+            alone = log_q.shape[-1] == 1  # of the drawn ids only: a copied one is certain
+            one_hot = jnp.where(alone | (ids == match.tokens[..., None]), 0.0, -jnp.inf)
             log_q = jnp.where(copied[:, None, None], one_hot, log_q)
         proposal = Proposal(
             jnp.where(copied[:, None], match.tokens, drawn.tokens), jnp.where(copied, match.count, drawn.count), log_q

@@ -45,18 +45,20 @@ def check_method(method: str) -> None:
         raise ValueError(f"verification={method!r} is unknown; choose one of {', '.join(METHODS)}")
 
 
-def make_draw(method: str, temperature: jax.Array, request_keys: jax.Array, law: Law) -> Draw:
+def make_draw(method: str, temperature: jax.Array, request_keys: jax.Array, law: Law, *, log_chance: bool = False) -> Draw:
     """How a drafter draws from its own logits under `method`, at the request's temperature and filters.
 
     Args:
         temperature: float32 `[B]`.
         request_keys: uint32 `[B, 2]`.
+        log_chance: with `coupled`, that `log_q` is `[B, 1, 1]`, of the id that was drawn alone, instead of None.
     """
     check_method(method)
 
     def coupled_draw(logits, positions):
         keys = noise.position_keys(request_keys, positions, Role.TARGET)
-        return choose(logits, temperature, keys, law)[0], None
+        ids, log_probs = choose(logits, temperature, keys, law)
+        return ids, log_probs[..., None] if log_chance else None
 
     def independent_draw(logits, positions):
         keys = noise.position_keys(request_keys, positions, Role.DRAFT)
@@ -87,7 +89,11 @@ def coupled(
         law: static.
     """
     keys = noise.position_keys(request_keys, positions, Role.TARGET)
-    tokens, log_probs = choose(logits, temperature, keys, law)
+    return matching(*choose(logits, temperature, keys, law), drafts, draft_count)
+
+
+def matching(tokens: jax.Array, log_probs: jax.Array, drafts: jax.Array, draft_count: jax.Array) -> Verdict:
+    """`coupled` once the target's own tokens (int32 `[B, N]`) and their log-probs are known."""
     stands = (tokens[:, :-1] == drafts) & _usable(drafts, draft_count)
     return Verdict(tokens, log_probs, _leading(stands) + 1)
 

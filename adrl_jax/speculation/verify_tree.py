@@ -60,10 +60,14 @@ def coupled(
         law: static.
     """
     keys = noise.position_keys(request_keys, length[:, None] + tree.levels, Role.TARGET)
-    own, log_probs = choose(logits, temperature, keys, law)
+    return matching(*choose(logits, temperature, keys, law), tree, strategy)
+
+
+def matching(own: jax.Array, log_probs: jax.Array, tree: Tree, strategy: Strategy) -> Walk:
+    """`coupled` once the target's own token at each node (int32 `[B, N]`) and its log-prob are known."""
     drafted = tree.usable & (tree.levels > 0)
     stands = drafted & (tree.tokens == jnp.take_along_axis(own, tree.parents, axis=1))
-    node, going = jnp.zeros_like(length), jnp.ones(length.shape, bool)
+    node, going = jnp.zeros_like(own[:, 0]), jnp.ones(own.shape[:1], bool)
     path, examined = [node], []
     for _ in range(strategy.depth):
         below = tree.parents == node[:, None]

@@ -84,6 +84,12 @@ class Arithmetic:
         text = self.tokenizer.chat(messages)
         return Prompt(index, encoded(self, text), text, reference=OPERATIONS[op](a, b), metadata={"problem": f"{a} {op} {b}"})
 
+    def supervised_example(self, index: int) -> tuple[str, str]:
+        """(prompt, result) for supervised training; the training problems in turn."""
+        prompts = self.prompts("train")
+        prompt = prompts[index % len(prompts)]
+        return prompt.text, str(prompt.reference)
+
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
         """1 where the response's number is the result, else 0. The last number of a cut-off response is no answer."""
         return score_number(response_text, prompt.reference, mode=self.mode, truncated=truncated)

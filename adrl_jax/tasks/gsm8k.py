@@ -6,6 +6,7 @@ A record has `question` and `answer`, a worked solution whose last line is "####
 import dataclasses
 import os
 import pathlib
+import re
 import warnings
 from functools import cached_property
 
@@ -89,6 +90,12 @@ class Gsm8k:
         question = "\n\n".join(part for part in (self.instruction, str(record["question"]).strip()) if part)
         text = self.tokenizer.chat([{"role": "user", "content": question}]) if self.chat else question + "\n"
         return Prompt(index, encoded(self, text), text, reference=reference_text(record["answer"]))
+
+    def supervised_example(self, index: int) -> tuple[str, str]:
+        """(prompt, worked solution) for supervised training, calculator marks left out; the training records in turn."""
+        prompts = self.prompts("train")
+        index %= len(prompts)
+        return prompts[index].text, re.sub(r"<<[^>]*>>", "", str(self._records["train"][index]["answer"])).strip()
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
         """1 where the response's number equals the reference's, else 0."""

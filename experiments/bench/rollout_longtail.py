@@ -5,6 +5,7 @@
 """
 
 import functools
+import os
 import random
 import statistics
 from typing import Any
@@ -118,7 +119,7 @@ def summary(records, pairs, best: str, ours: dict[str, Side], arms) -> dict[str,
         "beg_s": seconds["beg"],
         "goodput_s": seconds["goodput"],
         "hf_s": seconds.get("hf"),
-        "llamacpp_s": None,
+        "llamacpp_s": seconds.get("llamacpp"),
         "fixed_s": {s.name: seconds[s.name] for s in arms},
         "tokens": sum(LENGTHS),
         "prefill_s": ours["off"].result.stats.prefill_seconds,
@@ -130,8 +131,9 @@ def summary(records, pairs, best: str, ours: dict[str, Side], arms) -> dict[str,
     results |= form.ratio(pairs["off"], pairs["goodput"]).results("goodput_over_plain")
     results |= form.ratio(pairs[best], pairs["goodput"]).results("goodput_over_best_fixed")
     results |= form.ratio(pairs["beg"], pairs["goodput"]).results("goodput_over_beg")
-    if "hf" in records:
-        results |= form.ratio(records["hf"], records["off"]).results("plain_over_hf")
+    for peer in ("hf", "llamacpp"):
+        if peer in records:
+            results |= form.ratio(records[peer], records["off"]).results(f"plain_over_{peer}")
     return results
 
 
@@ -175,18 +177,25 @@ def _by_arm(table: ideal.Latency, arms) -> dict[str, dict[str, dict[str, float]]
 
 
 def _peers(args, model, work, notes) -> dict[str, tuple[Any, Any]]:
-    """Static batching: rows that have finished stay in the batch until the longest is done."""
+    """Hugging Face with a static batch, whose finished rows stay until the longest is done; llama.cpp, whose rows leave."""
     found = {}
-    for name in client.names(args.peer, ("hf",)):
-        config = {"model": str(workload.hf_folder(model)), "temperature": args.temperature, "seed": SEED}
+    for name in client.names(args.peer, ("hf", "llamacpp")):
+        config = {"temperature": args.temperature, "seed": SEED, "threads": len(os.sched_getaffinity(0))}
+        if name == "hf":
+            config["model"], request = str(workload.hf_folder(model)), {"new_tokens": max(LENGTHS)}
+        elif not str(model.source).endswith(".gguf"):
+            notes[name] = f"llama.cpp reads GGUF files only; this model is {model.source}"
+            continue
+        else:
+            config["gguf"], request = str(model.source), {"lengths": [r.max_new_tokens for r in work]}
         peer, reason = client.start(name, client.GENERATE[name], config, client.pythons(args.peer_python))
         if peer is None:
             notes[name] = reason
             continue
-        ids = [r.prompt.token_ids.tolist() for r in work]
+        request["prompts"] = [r.prompt.token_ids.tolist() for r in work]
 
-        def side(peer=peer, ids=ids):
-            return peer.run(prompts=ids, new_tokens=max(LENGTHS), timeout=1800.0)["seconds"]
+        def side(peer=peer, request=request):
+            return peer.run(**request, timeout=1800.0)["seconds"]
 
         found[name] = (peer, side)
     return found

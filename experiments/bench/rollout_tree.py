@@ -1,4 +1,4 @@
-"""Workload `tree`: chains against trees at equal verify tokens, coupled and rejection-sampled, at two temperatures.
+"""Workload `tree`: chains, trees and shared slots at equal verify tokens, at two temperatures; trees rejection-sampled too.
 
 `…_accept_length` are tokens a pass by temperature and verify tokens; the main entries are means over both. Seconds are not
 compared: a tree's worth depends on what a wider pass costs on the machine at hand.
@@ -17,9 +17,10 @@ from experiments.bench.rollout_longtail import prompts
 from experiments.bench.sides import SEED, say
 
 TEMPERATURES = (1.0, 0.7)
-# Chains of 3 and 6 drafts, and trees of as many verify tokens.
+# Chains of 3 and 6 drafts, trees of as many verify tokens, and longer chains whose rows share as many.
 CHAINS = (Strategy("eagle", 3), Strategy("eagle", 6))
-TREES = (Strategy("eagle", 2, 2, 4), Strategy("eagle", 4, 3, 7))
+TREES = (Strategy("eagle", 3, 2, 4), Strategy("eagle", 5, 3, 7))
+SHARED = (Strategy("eagle", 5, 1, 4), Strategy("eagle", 8, 1, 7))
 PROMPTS, SAMPLES, TOKENS = 8, 2, 96
 
 
@@ -41,7 +42,7 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
     agreements = []
     compare = functools.partial(ties.compare, model.config, params, seed=SEED, valid_vocab=model.valid_vocab)
     for verification in ("coupled", "rejection"):
-        arms = (OFF, *CHAINS, *TREES) if verification == "coupled" else (OFF, *TREES)
+        arms = (OFF, *CHAINS, *TREES, *SHARED) if verification == "coupled" else (OFF, *TREES)
         engine = sides.make_engine(
             model,
             params,
@@ -65,7 +66,8 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
                     continue
                 if verification == "coupled":
                     agreements.append(compare(plain, rollouts))
-                kind = "chain" if strategy.width == 1 else "tree" if verification == "coupled" else "tree_rejection"
+                kind = "tree" if strategy.width > 1 else "shared" if strategy.shares_slots else "chain"
+                kind = kind if verification == "coupled" else f"{kind}_rejection"
                 by_size = lengths.setdefault(kind, {}).setdefault(str(temperature), {})
                 by_size[str(strategy.verify_tokens)] = side.accept_length
                 seconds.setdefault(f"{strategy.name}, {verification}", {})[str(temperature)] = side.step_seconds
@@ -75,6 +77,7 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
     cells = [(t, v) for t in chain for v in chain[t]]
     return results | {
         "accept_length_by_temperature_and_verify_tokens": lengths,
+        "shared_over_equal_least": min(lengths["shared"][t][v] / chain[t][v] for t, v in cells),
         "tree_over_chain_least": min(tree[t][v] / chain[t][v] for t, v in cells),
         "coupled_over_rejection_least": min(tree[t][v] / rejection[t][v] for t, v in cells),
         "seconds_per_round": seconds,

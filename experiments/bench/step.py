@@ -21,7 +21,7 @@ import numpy as np
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.learner import packing
 from adrl_jax.learner.advantages import group_normalized
-from adrl_jax.learner.losses import LossConfig
+from adrl_jax.learner.loss_config import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.learner.update import data_mesh, init_state, make_update
 from adrl_jax.models import weights

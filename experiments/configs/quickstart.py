@@ -8,10 +8,10 @@ One to four minutes on two CPU cores, compilation included. Expect a held-out re
 same tokens with and without speculation. A pass of so small a model costs little, so speculation gains nothing to speak of here.
 """
 
-from experiments import config
+from experiments import config, presets
 
 
-def get_config():
+def get_config(preset="grpo"):
     c = config.get_config()
     c.task.name = "division"
     c.task.train_prompts = 4096
@@ -52,4 +52,4 @@ def get_config():
 
     c.checkpoint.every = 20
     c.log.samples_per_step = 16
-    return c
+    return presets.apply(c, preset)

@@ -7,10 +7,10 @@ Expect the reward on held-out sums (temperature 1) to rise from 0.13 to 0.99 in 
 the first answers are cut off at 24 tokens: what is learnt first is to answer and stop.
 """
 
-from experiments import config
+from experiments import config, presets
 
 
-def get_config():
+def get_config(preset="grpo"):
     c = config.get_config()
     c.model.source = "smollm2"
     c.task.name = "arithmetic"
@@ -41,4 +41,4 @@ def get_config():
 
     c.checkpoint.every = 30
     c.checkpoint.keep = 1
-    return c
+    return presets.apply(c, preset)

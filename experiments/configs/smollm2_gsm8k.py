@@ -9,10 +9,10 @@ A step of 4 x 4 responses of up to 160 tokens takes 1 to 2 minutes on two CPU co
 training, so expect the run to work and the reward to stay near 0.03.
 """
 
-from experiments import config
+from experiments import config, presets
 
 
-def get_config():
+def get_config(preset="grpo"):
     c = config.get_config()
     c.model.source = "smollm2"
     c.task.name = "gsm8k"
@@ -34,4 +34,4 @@ def get_config():
     c.learner.learning_rate = 2e-6
     c.checkpoint.every = 10
     c.checkpoint.keep = 1
-    return c
+    return presets.apply(c, preset)

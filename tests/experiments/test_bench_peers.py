@@ -7,7 +7,7 @@ import pytest
 from experiments.bench import form
 from experiments.bench.peers import client
 
-PEER_SCRIPTS = sorted(client.FOLDER.glob("*_g*.py"))
+PEER_SCRIPTS = sorted({*client.FOLDER.glob("*_g*.py"), *client.FOLDER.glob("*_train.py")})
 
 
 def write_script(folder, body):
@@ -87,7 +87,7 @@ def test_flags_name_what_is_legal(tmp_path):
 @pytest.mark.parametrize("script", PEER_SCRIPTS, ids=lambda path: path.name)
 def test_peer_scripts_need_nothing_of_ours(script):
     """They run in the peer's environment, where this project is not installed."""
-    assert {path.name for path in PEER_SCRIPTS} >= {*client.GENERATE.values(), *client.GRPO.values()}
+    assert {path.name for path in PEER_SCRIPTS} >= {*client.GENERATE.values(), *client.GRPO.values(), *client.TRAIN.values()}
     imported = set()
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.Import):

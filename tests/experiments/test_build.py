@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from adrl_jax.speculation.strategy import Strategy
-from experiments import build, config, resolve, rules
+from experiments import build, config, learner_rules, learners, resolve, rules
 
 
 def settings(**changes):
@@ -28,7 +28,7 @@ def test_settings_become_the_rooms_own_records():
     c = settings(**{"rollout.strategies": ("off", "eagle-d3"), "learner.aggregation": "constant", "learner.clip_high": 0.28})
     engine = resolve.engine_config(c, (1,), 16)
     assert engine.strategies == (Strategy("none", 0), Strategy("eagle", 3)) and engine.valid_vocab == 16
-    loss = resolve.loss_config(c)
+    loss = learner_rules.loss_config(c)
     assert (loss.clip_high, loss.constant_length) == (0.28, 104)
     assert resolve.optimizer_config(c).b2 == c.learner.beta2 and resolve.loop_config(c).seed == c.seed
     assert resolve.drafter_loss_config(settings(**{"rollout.strategies": ("off", "ngram-d2")})) is None
@@ -73,9 +73,9 @@ def test_worked_examples_come_once_an_epoch_and_end_with_the_end_token():
 
 
 def test_row_lengths_and_costs():
-    assert build.row_lengths(60) == (64, 96, 128, 192, 256)
-    assert build.row_lengths(100)[0] == 128
-    cost = build.cost_model(opened(settings()).model_config)
+    assert learners.row_lengths(60) == (64, 96, 128, 192, 256)
+    assert learners.row_lengths(100)[0] == 128
+    cost = learners.cost_model(opened(settings()).model_config)
     assert cost.seconds(2, 128, 64) < cost.seconds(2, 128, 128) < cost.seconds(4, 128, 128)
     assert cost.seconds(1, 256, 64) > cost.seconds(2, 128, 32)
 

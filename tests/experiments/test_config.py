@@ -163,6 +163,11 @@ def frozen(**changes):
         (dict(model__head_dim=33), ["model.head_dim=33", "even"]),
         (dict(rollout__strategies=("eagle-d4",)), ["off must be among them"]),
         (dict(rollout__strategies=("off", "eagle")), ["rollout.strategies='eagle'", "<drafter>-d<depth>"]),
+        (dict(rollout__strategies=("off", "eagle-d3-v1")), ["rollout.strategies='eagle-d3-v1'", "[2, 4]"]),
+        (
+            dict(rollout__strategies=("off", "eagle-d3-v2"), rollout__verification="rejection"),
+            ["rollout.verification='rejection'", "eagle-d3-v2"],
+        ),
         (dict(rollout__strategies=("off", "eagle-d0")), ["rollout.strategies='eagle-d0'"]),
         (dict(rollout__strategies=("off", "medusa-d4")), ["medusa-d4", "ngram, history, eagle, eagle3, merged, model"]),
         (dict(rollout__strategies=("off", "ngram-d3-w2-v6")), ["ngram-d3-w2-v6", "trees are drafted by eagle"]),

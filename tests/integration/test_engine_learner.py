@@ -6,7 +6,7 @@ import pytest
 
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.learner import packing, update
-from adrl_jax.learner.losses import LossConfig
+from adrl_jax.learner.loss_config import LossConfig
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.transformer import engine_layout, init_params

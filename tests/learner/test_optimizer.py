@@ -1,10 +1,12 @@
 """The optimizer: schedule in optimizer steps, decay on matrices only, float32 masters that small steps move."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from adrl_jax.learner import optimizer
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer, make_schedule
 
 
@@ -63,3 +65,35 @@ def test_bad_configs_name_field_and_value(fields, message):
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**fields)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
+def test_every_optimizer_lowers_a_quadratic_and_can_skip_a_step(name):
+    target = {"layer": {"kernel": jnp.arange(12.0).reshape(3, 4) / 6}, "embedding": jnp.ones((5, 3)), "norm": jnp.ones(4)}
+    params = jax.tree.map(jnp.zeros_like, target)
+    made = make_optimizer(OptimizerConfig(learning_rate=0.05, name=name, weight_decay=1e-4))
+    state = made.init(params)
+    loss = lambda p: sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(p), jax.tree.leaves(target)))  # noqa: E731
+    start = float(loss(params))
+    step = jax.jit(optax.with_extra_args_support(made).update)
+    for _ in range(60):
+        updates, state = step(jax.grad(loss)(params), state, params, applied=True)
+        params = optax.apply_updates(params, updates)
+    assert float(loss(params)) < 0.1 * start
+    _, after = step(jax.tree.map(lambda x: x * jnp.nan, params), state, params, applied=False)
+    kept = optimizer.keep_state(jnp.array(False), after, state)
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+
+
+def test_muon_orthogonalises_the_layers_matrices_alone():
+    params = {"layer_0": {"o": {"kernel": jnp.eye(4) * 3}}, "embedding": jnp.ones((6, 4)), "norm": jnp.ones(4)}
+    chosen = optimizer._layer_matrices(params)
+    assert chosen["layer_0"]["o"]["kernel"] is not None and chosen["embedding"] is None and chosen["norm"] is None
+
+
+def test_a_schedule_by_batches_is_the_reference_codes():
+    # 4 batches of 2 updates: factors .75, .5, .25 and 0, so the last quarter of the updates does nothing.
+    c = OptimizerConfig(learning_rate=1.0, schedule="linear", total_steps=8, steps_per_unit=2)
+    np.testing.assert_allclose([make_schedule(c)(i) for i in range(8)], [0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0], atol=1e-6)
+    by_update = OptimizerConfig(learning_rate=1.0, schedule="linear", total_steps=8)
+    np.testing.assert_allclose([make_schedule(by_update)(i) for i in range(8)], 1 - np.arange(8) / 8, atol=1e-6)

@@ -29,6 +29,15 @@ def test_one_answer_that_parses_is_enough(recwarn):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_names_prompt_and_value(value):
-    with pytest.raises(collect.RewardError, match=f"prompt 7 gave {value!r}"):
-        scored_by([Score(value, "42", "match")])
+def test_a_reward_that_is_no_number_drops_its_response_and_is_counted(value):
+    out = scored_by([Score(value, "42", "match"), Score(1.0, "42", "match"), Score(0.0, None, "unparsed_reference")])
+    np.testing.assert_array_equal(out.usable, [False, True, False])
+    row = collect.metrics(out)
+    assert row["reward/mean"] == 0.5 and row["reward/nonfinite"] == pytest.approx(1 / 3)
+    with pytest.raises(collect.RewardError, match=f"no reward of 2 .* of prompt 7, is {value!r}"):
+        scored_by([Score(value, "42", "match")] * 2)
+
+
+def test_a_scorer_that_failed_ends_the_run_with_its_words():
+    with pytest.raises(collect.RewardError, match="prompt 7 failed: it broke"):
+        scored_by([Score(0.0, None, "error", detail="it broke")])

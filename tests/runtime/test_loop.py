@@ -114,13 +114,20 @@ def test_all_rewards_equal_is_logged_and_harmless(world, tmp_path):
             assert row["update/skipped"] == 0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_ends_the_run_and_names_the_response(world, tmp_path, value):
-    def broken(items):
-        return [Score(value if i == 1 else 0.0, None, "mismatch") for i in range(len(items))]
+def test_a_reward_that_is_no_number_costs_one_response_and_not_the_run(world, tmp_path):
+    def one_in_four(items):
+        return [Score(float("nan") if i % 4 == 1 else i % 3, None, "mismatch") for i in range(len(items))]
 
-    with pytest.raises(collect.RewardError, match=r"prompt \d+ gave (nan|inf), which is not a finite number"):
-        run(world, tmp_path, scorer=broken)
+    assert run(world, tmp_path / "goes_on", scorer=one_in_four).status == "done"
+    rows = [r for r in read_lines(tmp_path / "goes_on" / "metrics.jsonl") if r["phase"] == "train"]
+    assert all(r["reward/nonfinite"] == r["reward/dropped"] == 0.25 for r in rows)
+    assert all(np.isfinite(r["loss/pg"]) and np.isfinite(r["reward/mean"]) for r in rows)
+
+    def none(items):
+        return [Score(float("inf"), None, "mismatch") for _ in items]
+
+    with pytest.raises(collect.RewardError, match=r"no reward of \d+ is a finite number; the first, of prompt \d+, is inf"):
+        run(world, tmp_path / "ends", scorer=none)
 
 
 def test_a_scorer_that_raises_ends_the_run_with_its_own_error(world, tmp_path):
@@ -156,20 +163,6 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused(world, tmp_path):
     other = dict(world[1].identity) | {"model.hidden_size": 999}
     with pytest.raises(CheckpointMismatch, match=r"model.hidden_size: checkpoint 16, this run 999"):
         run(world, tmp_path, identity=other, loop_changes=few)
-
-
-def test_minibatches_are_whole_groups_in_order(world):
-    from adrl_jax.runtime import numbers
-
-    class Fake:
-        def __init__(self, group):
-            self.group_id = group
-
-    rollouts = [Fake(g) for g in (3, 3, 1, 1, 2, 2, 0, 0)]
-    scored = collect.Scored(rollouts, [], [], [], np.arange(8.0))
-    first, second = numbers.minibatches(scored, 2)
-    assert [r.group_id for r in first[0]] == [3, 3, 1, 1] and first[1].tolist() == [0, 1, 2, 3]
-    assert [r.group_id for r in second[0]] == [2, 2, 0, 0] and second[1].tolist() == [4, 5, 6, 7]
 
 
 def test_signals_become_requests_and_handlers_come_back():

@@ -20,7 +20,7 @@ def test_names_and_tokens_of_a_pass():
         (("eagle", True), "depth"),
         (("", 2), "drafter"),
         (("eagle", 2, 0), "width"),
-        (("eagle", 2, 1, 2), "verify_tokens"),
+        (("eagle", 2, 1, 1), "verify_tokens"),
         (("eagle", 2, 1, 9), "verify_tokens"),
         (("eagle", 4, 2, 3), "verify_tokens"),
         (("eagle", 4, 2, "8"), "verify_tokens"),

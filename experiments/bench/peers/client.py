@@ -17,10 +17,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-PEERS = ("hf", "trl", "tunix")
+PEERS = ("hf", "llamacpp", "trl", "tunix")
 FOLDER = pathlib.Path(__file__).parent
-GENERATE = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
+GENERATE = {"hf": "hf_generate.py", "llamacpp": "llamacpp_generate.py", "tunix": "tunix_generate.py"}
 GRPO = {"trl": "trl_grpo.py", "tunix": "tunix_grpo.py"}
+TRAIN = {"hf": "hf_train.py"}
 
 # PyTorch returns large blocks to the system after every use and faults them in again; with these it keeps them, which makes
 # TRL's step about a quarter faster. A peer is measured at its best.

@@ -1,0 +1,298 @@
+"""How losses bear off-policy data, the central figure of Asynchronous RLHF (arXiv 2410.18252, figures 3 and 4) at small scale.
+
+    python -m experiments.ablations.off_policy --workdir=runs/off_policy --json=off_policy.json
+    python -m experiments.ablations.off_policy --workdir=runs/small --steps=8 --seeds=1 --minibatches=1,8 --sft_steps=200
+
+The quickstart's small model is trained on worked examples, answers prompts, and a proxy reward model learns which of its answers
+are better by the gold reward (the task's own score). Then each algorithm trains on the proxy, with N mini-batches per round of
+generation: the last of them is learnt from N - 1 updates after it was sampled. Whatever N, there are as many completions, as many
+optimizer steps, and one learning-rate schedule over the steps. Held-out answers are compared with the trained model's own before RL:
+gold win-rate (a tie counts half), and KL to it in nats a response.
+
+`rows`: one line a run. `slopes`: win-rate lost or gained per doubling of N, with a bootstrap interval over runs. A picture lies
+beside the JSON. The whole grid is 72 runs; the first line of each stage says how long it took.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from adrl_jax.learner import packing
+from adrl_jax.learner.update import LearnerState, make_log_probs, policy_params
+from adrl_jax.rewards import judging
+from adrl_jax.rollout.engine import Engine
+from adrl_jax.runtime import collect, cursor, numbers, publish
+from adrl_jax.runtime.parts import EVALUATION_VISIT, Parts
+from adrl_jax.types import SamplingParams
+from experiments import build, config, presets, reward_config, reward_model, sft
+from experiments.bench import form
+from experiments.bench.sides import say
+from experiments.config import Config
+from experiments.configs import quickstart
+
+ALGORITHMS = {"ppo": 1, "prox_rloo": 2, "online_dpo": 2, "bon_sft": 2}
+"""Algorithm -> completions of a prompt."""
+
+ROW_LENGTH = 224  # holds the longest pair of the task
+VISITS = 1_000_000  # a seed's visits: no two seeds share noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Attributes: completions an optimizer step; steps of each run; rate, the peak learning rate; sft_steps; pairs_prompts, prompts
+    that the proxy learns from; proxy_steps; eval_prompts; seed of what all runs share."""
+
+    completions: int = 32
+    steps: int = 64
+    rate: float = 2e-4
+    sft_steps: int = 600
+    pairs_prompts: int = 512
+    proxy_steps: int = 150
+    eval_prompts: int = 128
+    seed: int = 0
+
+
+def base_config(study: Study) -> Any:
+    """The quickstart's task and model, without speculation."""
+    c = quickstart.get_config()
+    c.seed = study.seed
+    c.task.eval_prompts = study.eval_prompts
+    c.warm_start.steps = study.sft_steps
+    c.rollout.strategies = ("off",)
+    c.rollout.batch_buckets = (16, 64)
+    c.learner.row_length, c.learner.row_multiple, c.learner.microbatch_rows = ROW_LENGTH, 8, 4
+    c.learner.target_multiple = ROW_LENGTH
+    return c
+
+
+def prepare(study: Study, workdir: pathlib.Path) -> tuple[Config, dict[str, float]]:
+    """Trains policy and proxy into `workdir` (or finds them there); returns settings that start from them, and the proxy's record."""
+    c = base_config(study)
+    settings = config.freeze(c)
+    if not (workdir / "sft" / "sft.json").exists():
+        (workdir / "sft").mkdir(parents=True, exist_ok=True)
+        sft.run(settings, workdir / "sft")
+    started = sft.of_source(settings, workdir / "sft")
+    proxy = workdir / "proxy"
+    if not (proxy / "reward_model.json").exists():
+        proxy.mkdir(parents=True, exist_ok=True)
+        r = reward_config.get_config()
+        r.preferences.prompts, r.training.steps = study.pairs_prompts, study.proxy_steps
+        r.preferences.max_new_tokens = settings.train.max_new_tokens
+        frozen = dataclasses.replace(
+            reward_config.schema.build(reward_config.RewardConfig, r), seed=study.seed, task=started.task, model=started.model
+        )
+        reward_config.check(frozen)
+        reward_model.run(frozen, proxy)
+    record = reward_model.reward_model.load(proxy).record
+    return dataclasses.replace(started, task=dataclasses.replace(started.task, reward_model=str(proxy))), record
+
+
+def settings_of(study: Study, started: Config, algorithm: str) -> Config:
+    """The settings of an algorithm's runs, with one mini-batch a round."""
+    c = config.schema.editable(started)
+    c.learner.learning_rate, c.learner.schedule, c.learner.warmup_steps = study.rate, "linear", 0
+    presets.apply(c, algorithm)
+    c.train.group_size = ALGORITHMS[algorithm]
+    c.train.prompts_per_step = study.completions // ALGORITHMS[algorithm]
+    c.train.steps = study.steps
+    c.learner.row_length = ROW_LENGTH
+    if algorithm == "ppo":
+        c.learner.value_init, c.learner.value_learning_rate = started.task.reward_model, study.rate
+    return config.freeze(c)
+
+
+class Runs:
+    """The runs of one algorithm: parts built once, an engine that all algorithms share."""
+
+    def __init__(self, study: Study, settings: Config, parts: Parts, engine: Engine):
+        self.study, self.settings = study, settings
+        self.parts = dataclasses.replace(parts, engine=engine)
+        self.sampling = SamplingParams(temperature=settings.sampling.temperature)
+        self.log_probs = make_log_probs(
+            parts.model_config, temperature=settings.sampling.temperature, valid_vocab=parts.tokenizer.size
+        )
+
+    def publish(self, params: Any, version: int) -> None:
+        shot = publish.snapshot(params, version, self.parts.model_config)
+        self.parts.engine.publish(shot.params, shot.version)
+
+    def run(self, minibatches: int, seed: int) -> LearnerState:
+        """Trains with that many mini-batches a round; returns the learner at the end."""
+        parts, t = self.parts, self.settings.train
+        stage = parts.prepare
+        own = type(stage)(
+            dataclasses.replace(stage.config, minibatches=minibatches),
+            stage.advantage,
+            stage.pack,
+            stage.log_probs,
+            stage.scalars,
+        )
+        learner = parts.init_learner()
+        at = cursor.init(seed, len(parts.train_prompts))
+        for step in range(1, self.study.steps // minibatches + 1):
+            self.publish(policy_params(learner), int(learner.version))
+            indices, visits, at = cursor.draw(at, minibatches * t.prompts_per_step)
+            prompts = [parts.train_prompts[int(i)] for i in indices]
+            requests = collect.requests_for(prompts, visits + (seed + 1) * VISITS, t.group_size, t.max_new_tokens)
+            result = parts.engine.generate(requests, self.sampling, parts.bandit, parts.bandit.init())
+            scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
+            learner, _, batches, _ = own(learner, scored, step)
+            for batch in batches:
+                learner, values = parts.update(learner, batch)
+            numbers.on_host(values)  # waits
+        return learner
+
+    def answers(self, params: Any) -> tuple[np.ndarray, list[Any]]:
+        """Gold rewards of answers to held-out prompts, always with the same noise, and the rollouts."""
+        parts = self.parts
+        self.publish(params, 0)
+        prompts = list(parts.eval_prompts)
+        requests = collect.requests_for(prompts, [EVALUATION_VISIT] * len(prompts), 1, self.settings.train.max_new_tokens)
+        result = parts.engine.generate(requests, self.sampling, parts.bandit, parts.bandit.init())
+        scored = collect.score(result.rollouts, prompts, parts.tokenizer, parts.eval_scorer)
+        return scored.rewards, list(result.rollouts)
+
+    def divergence(self, start: Any, rollouts: Sequence[Any]) -> judging.Estimate:
+        """KL to the policy before RL, nats a response, of what the trained one sampled."""
+        sizes = dict(row_length=ROW_LENGTH, row_multiple=8, target_multiple=ROW_LENGTH)
+        batch = packing.pack(rollouts, np.zeros(len(rollouts)), **sizes)
+        reference = packing.unpack_targets(batch, self.log_probs(start, batch)[0], len(rollouts))
+        return judging.divergence([r.log_probs for r in rollouts], reference)
+
+
+def slopes(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Win-rate per doubling of N, by algorithm, where there are at least two N."""
+    out = {}
+    for name in dict.fromkeys(r["algorithm"] for r in rows):
+        own = [r for r in rows if r["algorithm"] == name]
+        doublings, rates = np.log2([r["N"] for r in own]), [r["win_rate"] for r in own]
+        if len(set(doublings)) > 1:
+            found = judging.slope(doublings, np.array(rates))
+            out[name] = {"slope": found.value, "low": found.low, "high": found.high}
+    return out
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Mean win-rate (and KL) of each algorithm and N."""
+    counts = sorted({r["N"] for r in rows})
+    lines = ["algorithm    " + "".join(f"{'N=' + str(n):>16}" for n in counts)]
+    for name in dict.fromkeys(r["algorithm"] for r in rows):
+        cells = []
+        for n in counts:
+            own = [r for r in rows if r["algorithm"] == name and r["N"] == n]
+            text = f"{np.mean([r['win_rate'] for r in own]):.3f} ({np.mean([r['kl'] for r in own]):.2f})" if own else ""
+            cells.append(f"{text:>16}")
+        lines.append(f"{name:<13}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> pathlib.Path:
+    """Gold win-rate against N, and against KL."""
+    import matplotlib
+    import matplotlib.figure
+
+    from experiments.figures import STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = matplotlib.figure.Figure(figsize=(9, 3), layout="constrained")
+        by_count, by_kl = figure.subplots(1, 2)
+        for name in dict.fromkeys(r["algorithm"] for r in rows):
+            own = [r for r in rows if r["algorithm"] == name]
+            counts = sorted({r["N"] for r in own})
+            means = [np.mean([r["win_rate"] for r in own if r["N"] == n]) for n in counts]
+            by_count.plot(counts, means, marker="o", label=name)
+            by_kl.scatter([r["kl"] for r in own], [r["win_rate"] for r in own], s=[14 + 8 * np.log2(r["N"]) for r in own])
+        by_count.set(xscale="log", xlabel="N, mini-batches a round", ylabel="gold win-rate")
+        by_count.set_xticks(sorted({r["N"] for r in rows}), [str(n) for n in sorted({r["N"] for r in rows})])
+        by_kl.set(xlabel="KL to the policy before RL, nats a response (larger points: larger N)")
+        by_count.legend()
+        for ax in (by_count, by_kl):
+            ax.grid(True, axis="y")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, facecolor="white", metadata={"Date": None, "Creator": None})
+    return path
+
+
+def study_rows(
+    study: Study, workdir: pathlib.Path, algorithms: Sequence[str], counts: Sequence[int], seeds: int
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """All runs; returns their rows and the proxy's record."""
+    began = time.monotonic()
+    started, record = prepare(study, workdir)
+    say(f"policy and proxy: {time.monotonic() - began:.0f} s, proxy accuracy {record['accuracy']:.3f}")
+    rows: list[dict[str, Any]] = []
+    engine = None
+    for algorithm in algorithms:
+        settings = settings_of(study, started, algorithm)
+        with build.opened(settings) as parts:
+            engine = parts.engine if engine is None else engine
+            runs = Runs(study, settings, parts, engine)
+            start = jax.tree.map(np.array, policy_params(parts.init_learner()))
+            before, _ = runs.answers(start)
+            for count in counts:
+                for seed in range(seeds):
+                    began = time.monotonic()
+                    learner = runs.run(count, seed)
+                    after, rollouts = runs.answers(policy_params(learner))
+                    won, kl = judging.win_rate(after, before), runs.divergence(start, rollouts)
+                    rows.append(
+                        {
+                            "algorithm": algorithm,
+                            "N": count,
+                            "seed": seed,
+                            "win_rate": won.value,
+                            "win_rate_low": won.low,
+                            "win_rate_high": won.high,
+                            "kl": kl.value,
+                            "gold": float(after.mean()),
+                            "gold_before": float(before.mean()),
+                            "updates": int(learner.version),
+                            "seconds": time.monotonic() - began,
+                        }
+                    )
+                    say(
+                        f"{algorithm} N={count} seed {seed}: win-rate {won.value:.3f}, KL {kl.value:.2f}, gold "
+                        f"{before.mean():.3f} -> {after.mean():.3f}, {rows[-1]['seconds']:.0f} s"
+                    )
+    return rows, record
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    flags.add_argument(
+        "--workdir", type=pathlib.Path, required=True, help="folder of the shared policy and proxy; taken from there if present"
+    )
+    flags.add_argument("--json", default=None, metavar="FILE", help="write the form to this file, a picture beside it")
+    flags.add_argument("--algorithms", default=",".join(ALGORITHMS), help="which, separated by commas")
+    flags.add_argument("--minibatches", default="1,2,4,8,16,32", help="the values of N; each divides --steps")
+    flags.add_argument("--seeds", type=int, default=3, help="runs of each")
+    for field in dataclasses.fields(Study):
+        flags.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="see `Study`")
+    args = flags.parse_args(argv)
+    algorithms, counts = args.algorithms.split(","), [int(n) for n in args.minibatches.split(",")]
+    for name in algorithms:
+        if name not in ALGORITHMS:
+            flags.error(f"algorithms={name!r} is unknown; choose of {', '.join(ALGORITHMS)}")
+    for n in counts:
+        if n < 1 or args.steps % n:
+            flags.error(f"minibatches={n} must divide steps={args.steps}, so that every N makes as many updates")
+    study = Study(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Study)})
+    rows, record = study_rows(study, args.workdir, algorithms, counts, args.seeds)
+    print(table(rows))
+    results = {"rows": rows, "slopes": slopes(rows), "proxy_accuracy": record["accuracy"], "proxy_ece": record["ece"]}
+    if args.json:
+        results["plot"] = plot(rows, pathlib.Path(args.json).with_suffix(".svg")).name
+    return form.finish("off_policy", {**vars(args), "workdir": ""}, results, args.json)
+
+
+if __name__ == "__main__":
+    main()

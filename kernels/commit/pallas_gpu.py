@@ -1,0 +1,2 @@
+def problem(cache, nodes, length):
+    return "not there yet"

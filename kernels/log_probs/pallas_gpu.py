@@ -1,0 +1,2 @@
+def problem(matrix, hidden):
+    return "not there yet"

@@ -1,0 +1,2 @@
+def problem(hidden, weight, draws):
+    return "not there yet"

@@ -1,0 +1,86 @@
+"""The engine with the accelerator kernels (interpreted) gives token for token what it gives with XLA."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import rollout_world
+from adrl_kernels.choice import UnsupportedError
+
+from adrl_jax.bandit.fixed import fixed
+from adrl_jax.rollout.engine import Engine, EngineConfig
+from adrl_jax.rollout.target import resolve
+from adrl_jax.speculation.strategy import OFF, Strategy
+from adrl_jax.types import SamplingParams
+
+CHAIN, TREE = Strategy("eagle", 3), Strategy("eagle", 3, 2, 6)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Rollouts by (kernels, arm); the requests' temperatures are 1, then 0."""
+    requests = rollout_world.make_requests(samples=1)
+    params = rollout_world.target_params()
+    drafters = {"eagle": rollout_world.DRAFTERS["eagle"]}
+    found = {}
+    for kernels in ("xla", "interpret"):
+        config = EngineConfig(
+            seed=11,
+            eos_ids=rollout_world.EOS,
+            valid_vocab=rollout_world.VALID,
+            strategies=(OFF, CHAIN, TREE),
+            max_batch=8,
+            batch_buckets=(8,),
+            cache_bucket=128,
+            rounds_per_launch=8,
+            kernels=kernels,
+        )
+        engine = Engine(rollout_world.TARGET, config, drafters)
+        engine.publish(params, 3, rollout_world.drafter_params(params))
+        for arm, strategy in enumerate(config.strategies):
+            bandit = fixed(arm, 3)
+            for temperature in (1.0, 0.0):
+                result = engine.generate(requests, SamplingParams(temperature), bandit, bandit.init())
+                found[kernels, strategy, temperature] = result
+    return found
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.0))
+@pytest.mark.parametrize("arm", (OFF, CHAIN, TREE), ids=lambda s: s.name)
+def test_interpreted_kernels_give_the_tokens_of_xla(results, arm, temperature):
+    ours, plain = results["interpret", arm, temperature], results["xla", OFF, temperature]
+    for a, b in zip(ours.rollouts, plain.rollouts, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=2e-5)
+        assert a.finish_reason == b.finish_reason
+    if arm != OFF:
+        same = results["xla", arm, temperature]
+        assert ours.stats.accept_length == same.stats.accept_length > 1.2
+
+
+def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of):
+    requests = requests_of(samples=1, budgets=(3, 6, 5, 1, 4))
+    runs = [
+        world.run(requests, filters={"top_k": 5}, kernels=kernels, strategies=(OFF,)).rollouts
+        for kernels in ("xla", "interpret")
+    ]
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_compiled(monkeypatch):
+    target = rollout_world.TARGET
+    with pytest.raises(ValueError, match="kernels='cuda'.*choose one of auto, xla, pallas_tpu, pallas_gpu, interpret"):
+        EngineConfig(0, (1,), kernels="cuda")
+    with pytest.raises(ValueError, match="kernels='pallas_tpu' needs a TPU, and JAX runs on cpu"):
+        resolve("pallas_tpu", target, (OFF,), 8)
+    odd = dataclasses.replace(target, head_dim=12)
+    with pytest.raises(UnsupportedError, match="head size 12; multiples of 8"):
+        resolve("interpret", odd, (OFF,), 8)
+    with pytest.raises(UnsupportedError, match="71 nodes a row; 1 to 64"):
+        resolve("interpret", target, (OFF, Strategy("ngram", 70)), 8)
+    assert resolve("auto", target, (OFF,), 8) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert resolve("auto", target, (OFF,), 8) == "pallas_tpu"
+    assert resolve("auto", odd, (OFF,), 8) == "xla"
