@@ -24,6 +24,7 @@ from adrl_jax.drafter.buffer import Sample
 from adrl_jax.drafter.monitor import MonitorConfig, MonitorState
 from adrl_jax.drafter.saving import DrafterSaver
 from adrl_jax.drafter.trainer import DrafterTrainer
+from adrl_jax.learner.update import policy_params
 from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.runtime.publish import Snapshot, fingerprint
 from adrl_jax.speculation.eagle import Eagle
@@ -160,7 +161,7 @@ class Adapting:
                 int(learner.drafter_version),
                 learner.drafter_params,
                 learner.drafter_opt_state,
-                target_fingerprint=fingerprint(learner.params),
+                target_fingerprint=fingerprint(policy_params(learner)),
                 record={"step": self._step},
             )
         return learner

@@ -68,7 +68,7 @@ class EagleLayer(nn.Module):
 
 def layer_config(config: ModelConfig) -> ModelConfig:
     """The target's family with one layer that sees its whole row."""
-    return dataclasses.replace(config, num_layers=1, sliding_window=None)
+    return dataclasses.replace(config, num_layers=1, sliding_window=None, taps=())
 
 
 def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:

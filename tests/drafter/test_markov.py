@@ -23,7 +23,7 @@ from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import Prompt, Request, SamplingParams
 
 VOCAB = 8
-CONFIG = ModelConfig("llama", VOCAB, VOCAB, 16, 2, 2, 1, 4, tie_embeddings=False)
+CONFIG = ModelConfig("llama", VOCAB, VOCAB, 16, 2, 2, 1, 4, norm_eps=1e-12, tie_embeddings=False)
 DEPTH = 4
 KINDS = {"eagle": Eagle, "eagle3": Eagle3}
 
