@@ -28,12 +28,13 @@ from adrl_jax.models import transformer, weights
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.rewards import reward_model
 from adrl_jax.rewards.pool import ScorerPool
-from adrl_jax.rollout.engine import Engine
 from adrl_jax.runtime import arms
 from adrl_jax.runtime.collect import Scorer
+from adrl_jax.runtime.groups import Grouped
 from adrl_jax.runtime.parts import Parts
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.eagle3 import Eagle3
 from adrl_jax.speculation.history import History
 from adrl_jax.speculation.history_store import HistoryStore
 from adrl_jax.speculation.merged import Merged
@@ -41,7 +42,7 @@ from adrl_jax.speculation.model import ModelDrafter, check_compatible
 from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.tasks import division, registry
 from adrl_jax.types import PackedBatch, Prompt
-from experiments import devices, learners, resolve, rules
+from experiments import adapt, devices, learners, resolve, rules
 from experiments.config import Config
 from experiments.learners import Policy, packer, row_lengths
 from experiments.schema import ConfigError, require
@@ -88,11 +89,17 @@ def _load(source: str) -> weights.Model:
 
 def trained_drafter(c: Config, target: Policy) -> Eagle | None:
     """The drafter that learns along with the policy, where a strategy uses it, alone or merged."""
-    if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
+    names = {s.drafter for s in rules.strategies(c)}
+    if not names & set(rules.LEARNED):
         return None
+    kind = Eagle3 if "eagle3" in names else Eagle
     if not c.drafter.path:
-        return Eagle(target.config)
-    return saved_drafter.load(c.drafter.path, target.config)[0]
+        return kind(target.config)
+    found = saved_drafter.load(c.drafter.path, target.config)[0]
+    arms = ", ".join(sorted(names & set(rules.LEARNED)))
+    fits = found.name == kind.name or names.isdisjoint({"eagle", "eagle3"})
+    require(fits, "drafter.path", c.drafter.path, f"it holds an `{found.name}` drafter, and rollout.strategies has {arms} arms")
+    return found
 
 
 def drafters(c: Config, target: Policy, eagle: Eagle | None) -> tuple[dict[str, Drafter], dict[str, Any]]:
@@ -106,8 +113,8 @@ def drafters(c: Config, target: Policy, eagle: Eagle | None) -> tuple[dict[str, 
     history = History(d.history_reference, d.history_max, d.history_min, positional=c.sampling.reuse_noise_across_epochs)
     if "history" in names:
         found["history"] = history
-    if "eagle" in names:
-        found["eagle"] = eagle
+    if eagle is not None and eagle.name in names:
+        found[eagle.name] = eagle
     if "merged" in names:
         found["merged"] = Merged(history, eagle, d.merged_min_match)
     if "model" in names:
@@ -170,7 +177,7 @@ def check_prompts(c: Config, name: str, prompts: Sequence[Prompt]) -> None:
 
 def identity(c: Config, target: Policy) -> dict[str, Any]:
     """What a checkpoint belongs to: model, tokenizer, task and seed."""
-    model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k != "rope_scaling"}
+    model = {f"model.{k}": v for k, v in dataclasses.asdict(target.config).items() if k not in ("rope_scaling", "taps")}
     task = {"task.name": c.task.name, "task.train_prompts": c.task.train_prompts}
     return {"seed": c.seed, "tokenizer": target.tokenizer.fingerprint(), **model, **task}
 
@@ -270,13 +277,15 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
 
     eagle = trained_drafter(c, target)
     found, served = drafters(c, target, eagle)
-    eos_ids, valid_vocab = tuple(target.tokenizer.eos_ids), target.tokenizer.size
-    engine = Engine(target.config, resolve.engine_config(c, eos_ids, valid_vocab), found)
+    adapts = adapt.adapting(c, target, eagle)
+    valid_vocab = target.tokenizer.size
     mesh = devices.mesh(learner_devices)
     learning = learners.build(c, target, eagle, mesh)
     warm = c.warm_start.steps > 0
     strategies = rules.strategies(c)
     replay = c.rollout.replay_arms
+    controller, groups = bandit(c), c.drafter.spot_groups
+    named = signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c))
     return Parts(
         model_config=target.config,
         tokenizer=target.tokenizer,
@@ -284,10 +293,10 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         eval_prompts=eval_prompts,
         scorer=proxy(c) if c.task.reward_model else scorer,
         eval_scorer=scorer if c.task.reward_model else None,
-        engine=engine,
+        engine=adapt.engine(c, target, found, adapts),
         strategies=strategies,
-        bandit=bandit(c),
-        controller=signature(c.bandit.name, strategies, batches=rules.batch_buckets(c), thresholds=rules.thresholds(c)),
+        bandit=controller if groups == 1 else Grouped(controller, groups),
+        controller=named if groups == 1 else f"{named}, on {groups} device groups",
         history=history_store(c),
         init_learner=learning.init,
         prepare=learning.prepare,
@@ -300,4 +309,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         identity=identity(c, target),
         disagreement=disagreement(c, target.config, valid_vocab),
         generator_device=generator_device,
+        drafter_name="eagle" if eagle is None else eagle.name,
+        adapting=adapts,
+        frozen_update=learning.frozen_update,
     )

@@ -33,6 +33,8 @@ VERIFICATIONS = ("coupled", "rejection")
 BANDITS = ("goodput", "beg", "beg_static", "ucb", "thompson", "exp3", "fixed")
 ADMISSIONS = ("arrival", "longest_first")
 TASKS = ("division", "arithmetic", "gsm8k")
+ADAPTING = ("joint", "on_demand", "spot", "off")
+IMPORTANCE_WEIGHTS = ("none", "token", "prefix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +196,30 @@ class Drafter:
     max_grad_norm: float = option(1.0, "clip the drafter's gradient to this norm", above=0)
     feature_weight: float = option(1.0, "weight of the smooth-L1 loss on hidden states", low=0)
     token_weight: float = option(0.1, "weight of the soft cross-entropy on token laws", low=0)
+    overlap_weight: float = option(0.0, "weight of the total variation distance between token laws", low=0)
+    depths: int = option(1, "draft depths trained: 1 on true hidden states alone, more on predictions fed back", low=1, high=16)
+    depth_decay: float = option(0.8, "each further depth counts this times the one before", above=0, high=1)
+    importance_weights: str = option(
+        "none",
+        "how responses of an earlier policy are weighted: by `token` or `prefix` ratios of the current law over theirs",
+        choices=IMPORTANCE_WEIGHTS,
+    )
+    importance_cap: float = option(2.0, "no such weight is larger", above=0)
+    when: str = option(
+        "joint",
+        "when the eagle drafter learns during RL: `joint`ly with every policy update; `on_demand`: likewise, but only while "
+        "measured acceptance is down; `spot`: on devices whose share of the rollout has ended (on one device after the rollout), "
+        "from hidden states that verify passes left; `off`: never. A warm start trains it whatever stands here",
+        choices=ADAPTING,
+    )
+    fall: float = option(
+        0.1, "on_demand: acceptance that falls by more than this share of its best starts training", above=0, high=1
+    )
+    spot_groups: int = option(1, "spot: devices that a rollout is spread over, prompts dealt out in turn", low=1)
+    spot_steps: int = option(0, "spot on one device: training steps after each rollout", low=0)
+    spot_rows: int = option(2, "spot: packed rows of a training step; a rollout's end waits for one step at most", low=1)
+    buffer_megabytes: int = option(256, "spot: hidden states kept, of this rollout and the one before", low=1)
+    save_every: int = option(0, "steps between saves of the drafter alone, to workdir/drafter; 0: none", low=0)
     ngram_max: int = option(3, "longest suffix that prompt lookup searches for", low=1)
     ngram_min: int = option(1, "shortest suffix that prompt lookup searches for; at most ngram_max", low=1)
     path: str = option(

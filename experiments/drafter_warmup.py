@@ -85,15 +85,15 @@ def run(c: WarmupConfig, workdir: Path) -> dict[str, Any]:
     rollouts = _responses(c, workdir, target, served, identity, train)
     generated_s = time.perf_counter() - began
     drafter, drafter_params = _fresh(c, target, rollouts)
-    lessons = _lessons(c, target, params, rollouts)
+    lessons = _lessons(c, drafter, params, rollouts)
 
     engine = _evaluation_engine(c, target, drafter)
-    before = _accept_lengths(c, engine, served, drafter_params, held_out, "before")
+    before, _ = _accept_lengths(c, engine, served, drafter_params, held_out, "before")
     lines.append({"phase": "evaluate", "step": 0, **_flat("accept_length", before)})
     began = time.perf_counter()
-    drafter_params, skipped = _train(c, target, params, drafter_params, lessons, lines)
+    drafter_params, skipped = _train(c, drafter, target.tokenizer.size, params, drafter_params, lessons, lines)
     train_s = time.perf_counter() - began
-    after = _accept_lengths(c, engine, served, drafter_params, held_out, "after")
+    after, speed = _accept_lengths(c, engine, served, drafter_params, held_out, "after")
     lines.append({"phase": "evaluate", "step": c.training.steps, **_flat("accept_length", after)})
     lines.close()
     record = {
@@ -111,6 +111,7 @@ def run(c: WarmupConfig, workdir: Path) -> dict[str, Any]:
         "depth": c.evaluation.depth,
         "accept_length_before": before,
         "accept_length_after": after,
+        "tokens_per_s_after": speed,
     }
     checkpoint.save(workdir, drafter, drafter_params, target_fingerprint=identity, record=record)
     return record
@@ -130,6 +131,7 @@ def _open(c: WarmupConfig) -> tuple[Policy, Sequence[Prompt], Sequence[Prompt]]:
     task = task.encode(target.tokenizer)
     first, most = c.generation.first_prompt, c.task.train_prompts
     everything, held_out = task.prompts("train"), task.prompts("test")[: c.task.eval_prompts]
+    require(len(everything) > 0, "task.path", c.task.path, "no training prompts in it")
     require(len(everything) > first, "generation.first_prompt", first, f"the train split has {len(everything)} prompts")
     require(len(held_out) > 0, "task.path", c.task.path, "no test prompts in it")
     train = everything[first : first + most]
@@ -204,7 +206,7 @@ def _responses(
 def _fresh(c: WarmupConfig, target: Policy, rollouts: Sequence[Rollout]) -> tuple[Eagle, Any]:
     """The untrained drafter and its parameters."""
     size = c.training.draft_vocab_size or None
-    drafter = Eagle(target.config, draft_vocab_size=size)
+    drafter = checkpoint.KINDS[c.training.architecture](target.config, draft_vocab_size=size)
     params = drafter.init_params(jax.random.fold_in(jax.random.key(c.seed), 1))
     if size is not None:
         ids = vocabulary.choose_ids(
@@ -218,7 +220,7 @@ def _fresh(c: WarmupConfig, target: Policy, rollouts: Sequence[Rollout]) -> tupl
     return drafter, params
 
 
-def _lessons(c: WarmupConfig, target: Policy, params: Any, rollouts: Sequence[Rollout]) -> list[warmup.Lesson]:
+def _lessons(c: WarmupConfig, drafter: Eagle, params: Any, rollouts: Sequence[Rollout]) -> list[warmup.Lesson]:
     longest = max(len(r.token_ids) for r in rollouts)
     progress = None
 
@@ -229,7 +231,7 @@ def _lessons(c: WarmupConfig, target: Policy, params: Any, rollouts: Sequence[Ro
 
     lessons = warmup.make_lessons(
         params,
-        target.config,
+        drafter.target,
         rollouts,
         rows=c.training.rows,
         row_length=c.training.row_length or -(-longest // 32) * 32,
@@ -241,18 +243,25 @@ def _lessons(c: WarmupConfig, target: Policy, params: Any, rollouts: Sequence[Ro
 
 
 def _train(
-    c: WarmupConfig, target: Policy, params: Any, drafter_params: Any, lessons: list[warmup.Lesson], lines: JsonLines
+    c: WarmupConfig,
+    drafter: Eagle,
+    valid_vocab: int,
+    params: Any,
+    drafter_params: Any,
+    lessons: list[warmup.Lesson],
+    lines: JsonLines,
 ) -> tuple[Any, int]:
     """Trained parameters, and how many steps were skipped."""
     x = c.training
     trained, fixed_part = split(drafter_params)
     optimizer = make_optimizer(warmup_config.optimizer_config(c))
     if x.start == "regression":
-        found = start.moments(params, target.config, lessons)
-        optimizer = start.in_units(optimizer, start.units(trained, found))
-        trained = start.begin(trained, target.config, found)
+        fuse = start.fusion(drafter.target, lessons) if drafter.taps else None
+        found = start.moments(params, drafter.target, lessons, fuse)
+        optimizer = start.in_units(optimizer, start.units(trained, found, fuse))
+        trained = start.begin(trained, drafter.target, found, fuse=fuse)
     loss = DrafterLossConfig(x.feature_weight, x.token_weight, x.overlap_weight, x.depths, x.depth_decay)
-    step = warmup.make_step(target.config, loss, optimizer, valid_vocab=target.tokenizer.size)
+    step = warmup.make_step(drafter.target, loss, optimizer, valid_vocab=valid_vocab)
     state = warmup.init_state(jax.tree.map(jnp.array, trained), optimizer)
     progress = Progress("train", x.steps)
     for number, at in enumerate(warmup.order(c.seed, len(lessons), x.steps), 1):
@@ -282,22 +291,23 @@ def _evaluation_engine(c: WarmupConfig, target: Policy, drafter: Eagle) -> Engin
 
 def _accept_lengths(
     c: WarmupConfig, engine: Engine, served: Any, drafter_params: Any, prompts: Sequence[Prompt], when: str
-) -> dict[str, float]:
-    """Tokens committed a verify pass on held-out prompts, by temperature; always with the same noise."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens committed a verify pass on held-out prompts, and tokens a second, by temperature; always with the same noise."""
     (drafter,) = engine.drafters.values()
     own = drafter.serve(engine_layout(drafter_params, engine.model_config), served)
     engine.publish(served, 0, {drafter.name: own})
     always = fixed(1, 2)
     requests = [_request(c, prompts, k, EVALUATION_VISIT) for k in range(len(prompts) * c.evaluation.samples)]
-    found = {}
+    found, speed = {}, {}
     progress = Progress(f"held out, {when}", len(warmup_config.temperatures(c)))
     for temperature in warmup_config.temperatures(c):
         result = engine.generate(requests, SamplingParams(temperature=temperature), always, always.init())
         passes = sum(r.accept_passes for r in result.rollouts)
+        speed[f"{temperature:g}"] = float(result.stats.tokens_per_s)
         found[f"{temperature:g}"] = sum(r.accept_tokens for r in result.rollouts) / passes
         progress.step(temperature=temperature, accept_length=found[f"{temperature:g}"])
     progress.close()
-    return found
+    return found, speed
 
 
 def _flat(name: str, values: dict[str, float]) -> dict[str, float]:

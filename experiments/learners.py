@@ -96,6 +96,7 @@ class Learning:
     update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]]
     begin_rl: Callable[[LearnerState], LearnerState]
     warm_update: Update | None
+    frozen_update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]] | None
 
 
 def build(c: Config, target: Policy, eagle: Eagle | None, mesh: jax.sharding.Mesh) -> Learning:
@@ -109,18 +110,25 @@ def build(c: Config, target: Policy, eagle: Eagle | None, mesh: jax.sharding.Mes
         remat=x.remat,
         vocab_block=x.vocab_block or None,
         kernels=rules.learner_kernels(c),
+    )
+    with_drafter: dict[str, Any] = dict(
         drafter=resolve.drafter_loss_config(c),
         drafter_optimizer=make_optimizer(resolve.drafter_optimizer_config(c)) if eagle is not None else None,
     )
+    # A pass keeps what the drafter reads.
+    read = target.config if eagle is None else eagle.target
     warm_update = None
     if c.warm_start.steps:
         warm_optimizer = make_optimizer(resolve.warm_optimizer_config(c))
-        warm_update = supervised.make_supervised_update(target.config, warm_optimizer, mesh, **shared)
-    update = make_update(
-        target.config, loss, optimizer, mesh, temperature=c.sampling.temperature, ess_base=x.ess_base, **shared
-    )
-    if x.advantage == "gae":
-        update = _with_value(update, _value_update(c, target.config, mesh))
+        warm_update = supervised.make_supervised_update(read, warm_optimizer, mesh, **shared, **with_drafter)
+
+    def policy_update(**extra: Any) -> Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]]:
+        law = dict(temperature=c.sampling.temperature, ess_base=x.ess_base)
+        made = make_update(read, loss, optimizer, mesh, **law, **shared, **extra)
+        return _with_value(made, _value_update(c, target.config, mesh)) if x.advantage == "gae" else made
+
+    update = policy_update(**(with_drafter if c.drafter.when in ("joint", "on_demand") else {}))
+    frozen = policy_update() if c.drafter.when == "on_demand" else None
     log_probs = make_log_probs(
         target.config,
         temperature=c.sampling.temperature,
@@ -136,7 +144,7 @@ def build(c: Config, target: Policy, eagle: Eagle | None, mesh: jax.sharding.Mes
         scalar.make_scalars(target.config),
     )
     begin_rl = functools.partial(_begin_rl, c, target, optimizer, mesh)
-    return Learning(_init(c, target, eagle, begin_rl, mesh), prepare, update, begin_rl, warm_update)
+    return Learning(_init(c, target, eagle, begin_rl, mesh), prepare, update, begin_rl, warm_update, frozen)
 
 
 def _advantage(c: Config) -> Callable[..., advantages.Advantages] | None:

@@ -132,7 +132,16 @@ def drafter_loss_config(c: Config) -> DrafterLossConfig | None:
     """None where no strategy uses the trained drafter."""
     if not any(s.drafter in rules.LEARNED for s in rules.strategies(c)):
         return None
-    return DrafterLossConfig(c.drafter.feature_weight, c.drafter.token_weight)
+    d = c.drafter
+    return DrafterLossConfig(
+        d.feature_weight,
+        d.token_weight,
+        d.overlap_weight,
+        depths=d.depths,
+        depth_decay=d.depth_decay,
+        importance_weights=d.importance_weights,
+        importance_cap=d.importance_cap,
+    )
 
 
 def staleness_limit(c: Config) -> int:

@@ -9,9 +9,9 @@ from adrl_jax.speculation.strategy import OFF, Strategy
 from experiments import devices, learner_rules
 from experiments.schema import ConfigError, require
 
-DRAFTERS = ("ngram", "history", "eagle", "merged", "model")
-TREE_DRAFTERS = ("eagle",)
-LEARNED = ("eagle", "merged")  # strategies that draft with the trained eagle drafter
+DRAFTERS = ("ngram", "history", "eagle", "eagle3", "merged", "model")
+TREE_DRAFTERS = ("eagle", "eagle3")
+LEARNED = ("eagle", "eagle3", "merged")  # strategies that draft with the trained drafter
 NEEDS_PATH = ("gsm8k",)
 HAS_WORKED_EXAMPLES = ("division", "arithmetic", "gsm8k")
 
@@ -70,6 +70,7 @@ def check(c: Any) -> None:
     _check_task(c)
     _check_rollout(c)
     _check_bandit(c)
+    _check_drafter(c)
     _check_runtime(c)
     chosen = c.kernels.implementation
     require(
@@ -215,6 +216,8 @@ def _check_rollout(c: Any) -> None:
     require(
         learned or not d.path, "drafter.path", d.path, "set it only where rollout.strategies has an `eagle` or `merged` arm"
     )
+    both = {"eagle", "eagle3"} <= {s.drafter for s in arms}
+    require(not both, "rollout.strategies", names, "one learned drafter is trained in a run: `eagle` arms or `eagle3` arms")
 
 
 def _check_bandit(c: Any) -> None:
@@ -226,6 +229,46 @@ def _check_bandit(c: Any) -> None:
         "bandit.thresholds",
         given,
         f"must start at 1, ascend, and have one entry for each of the {groups} distinct depths in rollout.strategies",
+    )
+
+
+def _check_drafter(c: Any) -> None:
+    d, arms = c.drafter, strategies(c)
+    learned = any(s.drafter in LEARNED for s in arms)
+    require(
+        d.when == "joint" or learned,
+        "drafter.when",
+        d.when,
+        "set it only where rollout.strategies has an arm of a learned drafter",
+    )
+    require(
+        any((d.feature_weight, d.token_weight, d.overlap_weight)),
+        "drafter.feature_weight",
+        d.feature_weight,
+        "one weight of the drafter's loss must be > 0",
+    )
+    spot = d.when == "spot"
+    for name, neutral in (("spot_groups", 1), ("spot_steps", 0)):
+        value = getattr(d, name)
+        require(spot or value == neutral, f"drafter.{name}", value, f"{neutral}, or set drafter.when=spot")
+    require(
+        not spot or (d.spot_groups > 1) != (d.spot_steps > 0),
+        "drafter.spot_steps",
+        d.spot_steps,
+        "training steps after each rollout, > 0, on a single device; 0 on several (drafter.spot_groups > 1), which train in the tail",
+    )
+    require(
+        not spot or c.runtime.mode == "sync",
+        "drafter.when",
+        d.when,
+        f"spot trains between rollout and update; runtime.mode=sync only, not {c.runtime.mode}",
+    )
+    looks_up = any(s.drafter in ("history", "merged") for s in arms)
+    require(
+        d.spot_groups == 1 or not (looks_up or c.rollout.replay_arms),
+        "drafter.spot_groups",
+        d.spot_groups,
+        "1 with `history` or `merged` arms or rollout.replay_arms: those belong to one engine",
     )
 
 

@@ -34,6 +34,11 @@ class Generation:
 class Training:
     """The drafter, its loss and its optimizer."""
 
+    architecture: str = option(
+        "eagle",
+        "`eagle` reads the target's last hidden state; `eagle3` a low, a middle and a high one (best with feature_weight=0)",
+        choices=("eagle", "eagle3"),
+    )
     start: str = option(
         "regression",
         "`regression`: from the best linear prediction, in steps that suit each weight; `random`: from fresh weights",

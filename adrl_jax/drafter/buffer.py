@@ -137,6 +137,12 @@ class DataBuffer:
         with self._lock:
             return tuple(sorted({s.version for s in self._samples.values()}))
 
+    def clear(self) -> None:
+        """Forgets everything but its sizes."""
+        with self._lock:
+            self._samples, self._lengths, self._bytes, self._step = {}, {}, 0, None
+            self._unseen = {"early": [], "late": []}
+
     def begin_step(self, step: int) -> None:
         """From here on `step` is this step; what is older than the one before is forgotten.
 
@@ -171,7 +177,9 @@ class DataBuffer:
                 raise ValueError(f"a sample of {sample.nbytes} bytes exceeds max_bytes={self.max_bytes} alone")
             other = next(iter(self._samples.values()), None)
             if other is not None and other.hidden.shape[1] != sample.hidden.shape[1]:
-                raise ValueError(f"Sample.hidden has {sample.hidden.shape[1]} channels, the buffer's have {other.hidden.shape[1]}")
+                raise ValueError(
+                    f"Sample.hidden has {sample.hidden.shape[1]} channels, the buffer's have {other.hidden.shape[1]}"
+                )
             if sample.key in self._samples:
                 self._drop(sample.key)
             self._samples[sample.key] = sample
@@ -180,7 +188,9 @@ class DataBuffer:
             self._unseen["early" if sample.step == self._step else "late"].append(sample.key)
             while self._bytes > self.max_bytes:
                 cut = self._cut()
-                self._drop(min(self._samples.values(), key=lambda s: (s.step == self._step or s.length > cut, s.length, s.key)).key)
+                self._drop(
+                    min(self._samples.values(), key=lambda s: (s.step == self._step or s.length > cut, s.length, s.key)).key
+                )
                 self.evicted += 1
 
     def refresh(self, key: Key, hidden: np.ndarray, version: int, log_probs: np.ndarray) -> None:

@@ -18,12 +18,14 @@ from adrl_jax.checkpoint import named_arrays
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.safetensors_file import read_json
 from adrl_jax.speculation.eagle import DRAFT_HEAD, DRAFT_IDS, Eagle
+from adrl_jax.speculation.eagle3 import Eagle3
 
 WEIGHTS, RECORD = "drafter.safetensors", "drafter.json"
 FORMAT = 1
 
-# Everything about the target but the precision it is served in.
-_TARGET_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name != "dtype")
+# Everything about the target but the precision it is served in, and what is kept of a pass.
+_TARGET_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name not in ("dtype", "taps"))
+KINDS: dict[str, type[Eagle]] = {"eagle": Eagle, "eagle3": Eagle3}
 
 
 def save(
@@ -83,11 +85,11 @@ def load(
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise ValueError(f"{folder / RECORD}: format={found!r} is not {FORMAT}, the one this version reads")
-    if facts.get("drafter") != Eagle.name:
-        raise ValueError(f"{folder / RECORD}: drafter={facts.get('drafter')!r} is unknown; choose {Eagle.name!r}")
+    if facts.get("drafter") not in KINDS:
+        raise ValueError(f"{folder / RECORD}: drafter={facts.get('drafter')!r} is unknown; choose one of {', '.join(KINDS)}")
     _check_target(folder, facts, config, target_fingerprint)
     try:
-        drafter = Eagle(config, draft_vocab_size=facts.get("draft_vocab_size"))
+        drafter = KINDS[facts["drafter"]](config, draft_vocab_size=facts.get("draft_vocab_size"))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / RECORD}: {error}") from None
     return drafter, _read_weights(folder / WEIGHTS, drafter), facts

@@ -29,6 +29,7 @@ from adrl_jax.learner.forward import Forward, ForwardConfig, source_hidden
 from adrl_jax.learner.log_probs import head_matrix
 from adrl_jax.learner.losses import Loss
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.transformer import final_hidden
 from adrl_jax.speculation import eagle
 from adrl_jax.types import PackedBatch
 
@@ -96,13 +97,14 @@ def packed_drafter_loss(
     that is: a draft of depth d needs d - 1 response tokens before it.
 
     Args:
+        model_config: with the taps that the drafter reads.
         drafter_params: with `draft_ids` where the drafter has a draft vocabulary. Differentiate `eagle.split(…)[0]` only.
         out: of the policy's pass; `log_probs` must be those of `forward_config`'s law (they tell its normaliser).
     """
     params = jax.lax.stop_gradient(params)
     hidden = jax.lax.stop_gradient(out.hidden)
     guess, usable = guesses(drafter_params, params, model_config, hidden, batch, config.depths, reach)
-    true = source_hidden(hidden, batch)
+    true = source_hidden(final_hidden(hidden, model_config), batch)
     feature = smooth_l1(guess, true)
     laws = _compare(config, drafter_params, params, forward_config, out, batch, true, guess)
     each = config.feature_weight * feature + laws.value

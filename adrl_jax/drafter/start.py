@@ -9,7 +9,10 @@ still (0.1). Adam moves every weight by about the same amount a step, far too mu
 regression it first lost what the regression knew. `units` says how large a step of each weight is natural, and `in_units` makes
 any optimizer take its steps, and clip its gradients, in them.
 
-Shapes: `H` hidden size.
+An `eagle3` drafter fuses several hidden states first. That fusion begins as the best linear prediction of the final state at the
+same place (which it is exactly, where the last layer is among those read), and the rest as above, on fused states.
+
+Shapes: `H` hidden size, `K` layers that are fused.
 """
 
 from collections.abc import Sequence
@@ -22,8 +25,9 @@ import optax
 
 from adrl_jax.drafter.warmup import Lesson
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.transformer import embed_tokens
+from adrl_jax.models.transformer import embed_tokens, final_hidden
 from adrl_jax.speculation import eagle
+from adrl_jax.speculation.fusion import FUSE, fused, stacked
 
 
 class Moments(NamedTuple):
@@ -42,8 +46,46 @@ class Moments(NamedTuple):
     count: int
 
 
-def moments(params: Any, config: ModelConfig, lessons: Sequence[Lesson]) -> Moments:
+class Fusion(NamedTuple):
+    """Attributes: kernel float32 `[K H, H]`; reads float64 `[K H]`, root mean squares of what is fused."""
+
+    kernel: np.ndarray
+    reads: np.ndarray
+
+
+def fusion(config: ModelConfig, lessons: Sequence[Lesson], ridge: float = 1e-6) -> Fusion:
+    """The fusing projection of least squares from the states that `eagle3` reads to the final one at the same place.
+
+    Args:
+        config: the target's, with the drafter's taps.
+
+    Raises:
+        ValueError: there is no token.
+    """
+
+    @jax.jit
+    def sums(segment_ids, hidden):
+        real = (segment_ids != 0).reshape(-1, 1)
+        x, y = (jnp.where(real, z.reshape(real.shape[0], -1), 0.0).astype(jnp.float32) for z in
+                (stacked(hidden, config), final_hidden(hidden, config)))  # fmt: skip
+        return x.T @ x, x.T @ y, jnp.sum(real)
+
+    square = cross = count = 0
+    for lesson in lessons:
+        found = jax.device_get(sums(lesson.batch.segment_ids, lesson.hidden))
+        square, cross, count = (a + np.asarray(b, np.float64) for a, b in zip((square, cross, count), found, strict=True))
+    if not count:
+        raise ValueError("the lessons hold no token to begin from")
+    power = np.trace(square) / len(square)
+    kernel = np.linalg.solve(square + ridge * power * np.eye(len(square)), cross)
+    return Fusion(kernel.astype(np.float32), _root_mean_square(np.diag(square), int(count)))
+
+
+def moments(params: Any, config: ModelConfig, lessons: Sequence[Lesson], fuse: Fusion | None = None) -> Moments:
     """Those of every entry of some lessons, prompts included; entries are triples as `eagle.inputs` builds them.
+
+    Args:
+        fuse: for an `eagle3` drafter, whose entries hold fused states; `config` then has its taps.
 
     Raises:
         ValueError: there is no entry.
@@ -55,6 +97,9 @@ def moments(params: Any, config: ModelConfig, lessons: Sequence[Lesson]) -> Mome
         sources = eagle.packed_sources(places.shape[1], batch.source_index, batch.target_index, batch.target_mask)
         before, ids, _ = eagle.inputs(hidden, batch.token_ids, batch.positions, sources, places)
         real = (eagle.entry_segments(batch.segment_ids) != 0).reshape(-1, 1)
+        if fuse is not None:
+            before = fused({FUSE: {"kernel": jnp.asarray(fuse.kernel)}}, before, config)
+        hidden = final_hidden(hidden, config)
         width = hidden.shape[-1]
         x = jnp.concatenate([embed_tokens(embedding, ids, config), before], axis=-1).reshape(-1, 2 * width)
         x = jnp.where(real, x, 0.0).astype(jnp.float32)
@@ -83,15 +128,16 @@ def regression(found: Moments, ridge: float = 1e-4) -> np.ndarray:
     return np.linalg.solve(found.inputs + ridge * power * np.eye(size), found.outputs)
 
 
-def begin(trained: Any, config: ModelConfig, found: Moments, ridge: float = 1e-4) -> Any:
+def begin(trained: Any, config: ModelConfig, found: Moments, ridge: float = 1e-4, fuse: Fusion | None = None) -> Any:
     """Parameters to train from: the regression, both branches of the layer at zero, and what reads the residual stream scaled so
     that all its channels are heard alike.
 
     Args:
         trained: fresh parameters, `eagle.split(…)[0]`; the branches keep their random inner weights.
         config: the target's.
+        fuse: for an `eagle3` drafter.
     """
-    own, writes = units(trained, found), _root_mean_square(found.squares, found.count)
+    own, writes = units(trained, found, fuse), _root_mean_square(found.squares, found.count)
     layer = {name: dict(value) for name, value in trained["layer"].items()}
     layer["attn"]["qkv"] = jax.tree.map(jnp.multiply, layer["attn"]["qkv"], own["layer"]["attn"]["qkv"])
     heard = np.sqrt(np.mean(np.square(writes))) / writes - config.norm_offset
@@ -103,10 +149,11 @@ def begin(trained: Any, config: ModelConfig, found: Moments, ridge: float = 1e-4
         # A norm adds its offset to its weight: minus the offset is nothing.
         nothing = -config.norm_offset if "norm" in path[-1] else 0.0
         node[path[-1]] = jax.tree.map(lambda x, value=nothing: jnp.full_like(x, value), node[path[-1]])
-    return {**trained, "fc": {"kernel": jnp.asarray(regression(found, ridge), jnp.float32)}, "layer": layer}
+    fusing = {} if fuse is None else {FUSE: {"kernel": jnp.asarray(fuse.kernel)}}
+    return {**trained, **fusing, "fc": {"kernel": jnp.asarray(regression(found, ridge), jnp.float32)}, "layer": layer}
 
 
-def units(trained: Any, found: Moments) -> Any:
+def units(trained: Any, found: Moments, fuse: Fusion | None = None) -> Any:
     """How large a step of each weight is natural, shaped like `trained`, float32.
 
     A weight that reads a channel counts in inverse root mean squares of that channel, one that writes a channel in root mean
@@ -121,6 +168,8 @@ def units(trained: Any, found: Moments) -> Any:
         names = tuple(key.key for key in path)
         if names[0] == "fc":
             own = writes / reads[:, None]
+        elif names[0] == FUSE:
+            own = writes / fuse.reads[:, None]
         elif names[:-1] in writers:
             own = writes
         elif names == ("layer", "attn", "qkv", "kernel"):

@@ -6,6 +6,7 @@ takes copies of what it is given, since steps donate their buffers, and it lives
 """
 
 import dataclasses
+import threading
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ class Heads:
     Arrays are shared with the snapshots, which are immutable; the layers of old ones are not kept alive.
     """
 
-    def __init__(self, device: jax.Device | None = None):
-        self._device, self._held = device, {}
+    def __init__(self):
+        self._held: dict[int, dict[jax.Device | None, Mapping[str, Any]]] = {}
 
     def __contains__(self, version: int) -> bool:
         return version in self._held
@@ -43,15 +44,14 @@ class Heads:
     def add(self, version: int, params: Mapping[str, Any]) -> None:
         """Keeps the head of a published snapshot; a version that is there already stays as it is."""
         if version not in self._held:
-            head = {name: params[name] for name in _HEAD if name in params}
-            self._held[version] = head if self._device is None else jax.device_put(head, self._device)
+            self._held[version] = {None: {name: params[name] for name in _HEAD if name in params}}
 
     def keep(self, versions: Collection[int]) -> None:
         """Forgets all but these versions."""
         self._held = {v: head for v, head in self._held.items() if v in versions}
 
-    def of(self, version: int) -> Mapping[str, Any]:
-        """The head of a version.
+    def of(self, version: int, device: jax.Device | None = None) -> Mapping[str, Any]:
+        """The head of a version, on `device`; None: where its snapshot is.
 
         Raises:
             StaleFeatures: it is gone.
@@ -61,7 +61,10 @@ class Heads:
                 f"hidden states of policy version {version} need that version's head; there are those of {list(self._held)}: "
                 "refresh them by a pass of a current version"
             )
-        return self._held[version]
+        by_device = self._held[version]
+        if device not in by_device:
+            by_device[device] = jax.device_put(by_device[None], device)
+        return by_device[device]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +119,7 @@ class DrafterTrainer:
         device: jax.Device | None = None,
     ):
         self.buffer, self.heads = buffer, heads
+        self._lock = threading.RLock()
         self.config = TrainerConfig() if config is None else config
         self.steps = self.skipped = 0
         self._device = device
@@ -130,25 +134,41 @@ class DrafterTrainer:
 
     def load(self, params: Any, opt_state: Any, version: int) -> None:
         """Takes copies of a drafter to train on; what it trained before is dropped."""
-        trained, self._fixed = self._own(eagle.split(params))
-        self._state = warmup.WarmupState(trained, self._own(opt_state), *self._own((jnp.int32(0), jnp.int32(0))))
-        self._version = int(version)
+        with self._lock:
+            trained, self._fixed = self._own(eagle.split(params))
+            self._state = warmup.WarmupState(trained, self._own(opt_state), *self._own((jnp.int32(0), jnp.int32(0))))
+            self._version = int(version)
 
     def _own(self, tree: Any) -> Any:
         copies = jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
         return copies if self._device is None else jax.device_put(copies, self._device)
 
     def unload(self) -> Trained:
-        """Gives the drafter away: arrays on the trainer's device, nobody else's.
+        """Gives the drafter away, after the step that may be under way: arrays on the trainer's device, nobody else's.
 
         Raises:
             ValueError: nothing is loaded.
         """
-        if self._state is None:
-            raise ValueError("the trainer has no drafter: call load first")
-        state, self._state = self._state, None
-        applied = int(state.step) - int(state.skipped)
-        return Trained({**state.trained, **self._fixed}, state.opt_state, self._version + applied)
+        with self._lock:
+            if self._state is None:
+                raise ValueError("the trainer has no drafter: call load first")
+            state, self._state = self._state, None
+            applied = int(state.step) - int(state.skipped)
+            return Trained({**state.trained, **self._fixed}, state.opt_state, self._version + applied)
+
+    def try_step(self, device: jax.Device | None = None) -> bool:
+        """`step`, for a thread of its own: False where nothing is loaded (any more), or there is nothing to learn from.
+
+        Args:
+            device: where the step is to run; the trainer's state moves there. None: where it is.
+        """
+        with self._lock:
+            if not self.loaded:
+                return False
+            if device is not None and device != self._device:
+                self._device = device
+                self._state, self._fixed = jax.device_put((self._state, self._fixed), device)
+            return self.step() is not None
 
     def step(self) -> dict[str, float] | None:
         """One update, waited for; its metrics (see `warmup.make_step`, and `skipped`, `tokens`, `version` of the features), or
@@ -166,7 +186,7 @@ class DrafterTrainer:
             return None
         lesson = pack_samples(samples, rows=self.config.rows, row_length=self.buffer.row_length)
         before = self.skipped
-        state, metrics = self._step(self._state, self._fixed, self.heads.of(lesson.version), self._placed(lesson))
+        state, metrics = self._step(self._state, self._fixed, self.heads.of(lesson.version, self._device), self._placed(lesson))
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         self._state, self.steps = state, self.steps + 1
         # NaN or infinite: the step kept the weights as they were.

@@ -16,7 +16,7 @@ from adrl_jax.learner.log_probs import token_log_probs
 from adrl_jax.learner.remat import recomputed
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.norm import Norm
-from adrl_jax.models.transformer import DecoderLayer, embed_tokens, model_ropes
+from adrl_jax.models.transformer import DecoderLayer, embed_tokens, final_hidden, model_ropes
 from adrl_jax.types import PackedBatch
 
 
@@ -31,7 +31,6 @@ class ForwardConfig:
             a third more work.
         vocab_block: ids whose logits exist at one time; chosen from the number of targets when None.
         kernels: who computes log-probs from hidden states, see `adrl_kernels.choice`.
-        taps: after how many layers further hidden states are kept, for drafters that read several (`eagle3`).
     """
 
     temperature: float = 1.0
@@ -39,7 +38,6 @@ class ForwardConfig:
     remat: bool = False
     vocab_block: int | None = None
     kernels: str = "xla"
-    taps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not 0 < self.temperature < float("inf"):
@@ -66,16 +64,10 @@ class Forward(NamedTuple):
 
 
 def hidden_states(
-    params: Any,
-    model_config: ModelConfig,
-    batch: PackedBatch,
-    *,
-    reach: Reach | None = None,
-    remat: bool = False,
-    taps: tuple[int, ...] = (),
+    params: Any, model_config: ModelConfig, batch: PackedBatch, *, reach: Reach | None = None, remat: bool = False
 ) -> jax.Array:
-    """Final-norm hidden states `[M, T, H]` of packed rows (with `taps`, those of the taps behind them): what `Transformer`
-    computes, traced once a kind of layer.
+    """Final-norm hidden states `[M, T, H]` of packed rows (with taps, theirs behind them): what `Transformer` computes, traced
+    once a kind of layer.
 
     Rows are laid end to end, so that every matrix product, forward and backward, is a plain two-dimensional one.
     """
@@ -101,7 +93,7 @@ def hidden_states(
     tapped = []
     for i in range(c.num_layers):
         x = layer_like(c.is_local(i))(params[f"layer_{i}"], x, (ropes[c.is_local(i)], rows))
-        if i + 1 in taps:
+        if i + 1 in c.taps:
             tapped.append(x)
     x = Norm(c.norm, c.norm_eps, c.norm_offset).apply({"params": params["final_norm"]}, x)
     if tapped:
@@ -124,8 +116,8 @@ def forward(
     entropy_gradient: bool = False,
 ) -> Forward:
     """Runs the policy over packed rows. Only response positions meet the vocabulary projection."""
-    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat, taps=config.taps)
-    sources = source_hidden(hidden[..., : model_config.hidden_size] if config.taps else hidden, batch)
+    hidden = hidden_states(params, model_config, batch, reach=reach, remat=config.remat)
+    sources = source_hidden(final_hidden(hidden, model_config), batch)
     log_probs, entropy = token_log_probs(
         params,
         sources.reshape(-1, sources.shape[-1]),

@@ -43,6 +43,8 @@ class ModelConfig:
         sliding_window: keys visible in local layers; None when every layer is global.
         sliding_pattern: every n-th layer is global, all others local.
         dtype: of activations and matrix products. Weights keep the dtype they are given in.
+        taps: after how many layers the hidden states are kept too, ascending, for drafters that read several (`eagle3`). No
+            trait of the model: whoever runs it for such a drafter asks for them.
     """
 
     family: str
@@ -74,6 +76,7 @@ class ModelConfig:
     local_rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     dtype: str = "float32"
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -86,6 +89,14 @@ class ModelConfig:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"dtype={self.dtype!r} is unknown; choose float32 or bfloat16 (float64 only to check others)")
+
+        if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= n < self.num_layers for n in self.taps):
+            raise ValueError(f"taps={self.taps!r} must be distinct numbers of layers in [1, {self.num_layers}), ascending")
+
+    @property
+    def hidden_channels(self) -> int:
+        """Of the hidden states that a pass returns: those of the taps stand behind the final-norm ones."""
+        return self.hidden_size * (1 + len(self.taps))
 
     @property
     def scale(self) -> float:

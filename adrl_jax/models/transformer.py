@@ -165,7 +165,8 @@ class Transformer(nn.Module):
             remat: recompute each layer in the backward pass instead of storing its activations.
 
         Returns:
-            hidden states after the final norm, `[B, T, H]` in the compute dtype, and the cache.
+            hidden states after the final norm, `[B, T, H]` in the compute dtype, and the cache. With `config.taps` those after
+            each tapped layer stand behind them, `[B, T, (1 + taps) H]`.
         """
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
@@ -173,6 +174,7 @@ class Transformer(nn.Module):
             self.param("head", nn.initializers.normal(0.02), (c.hidden_size, c.vocab_size))
         x = embed_tokens(embedding, tokens, c)
         ropes = model_ropes(c, positions)
+        tapped = []
         for i in range(c.num_layers):
             layer = DecoderLayer(c, name=f"layer_{i}")
 
@@ -181,7 +183,15 @@ class Transformer(nn.Module):
 
             rope = ropes[1] if c.is_local(i) else ropes[0]
             x, cache = (nn.remat(run) if remat else run)(layer, x, rope, cache)
-        return Norm(c.norm, c.norm_eps, c.norm_offset, name="final_norm")(x), cache
+            if i + 1 in c.taps:
+                tapped.append(x)
+        x = Norm(c.norm, c.norm_eps, c.norm_offset, name="final_norm")(x)
+        return jnp.concatenate([x, *tapped], axis=-1) if tapped else x, cache
+
+
+def final_hidden(hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    """The final-norm ones `[..., H]` of what a pass returns."""
+    return hidden[..., : config.hidden_size] if config.taps else hidden
 
 
 def model_ropes(config: ModelConfig, positions: jax.Array):
@@ -201,11 +211,13 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, config: ModelConfig) -
 
 
 def logits(params: Any, hidden: jax.Array) -> jax.Array:
-    """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`.
+    """Logits `[..., V]`, at least float32, of final-norm `hidden` `[..., H]`; what stands behind (of taps) is left out.
 
     Uses `params["head"]` `[H, V]` where present (untied models), `params["head_t"]` `[V, H]` (the same, served), else the
     embedding.
     """
+    width = params["head"].shape[0] if "head" in params else params.get("head_t", params["embedding"]).shape[1]
+    hidden = hidden if hidden.shape[-1] == width else hidden[..., :width]
     if "head" in params:
         out = hidden @ params["head"].astype(hidden.dtype)
     else:

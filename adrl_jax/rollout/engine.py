@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.models.families import ModelConfig
@@ -18,7 +19,7 @@ from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.rollout.tree_round import check_tree
 from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.history_store import HistoryStore
-from adrl_jax.types import Request, SamplingParams
+from adrl_jax.types import Request, Rollout, SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "Flow", "GenerateResult"]
 
@@ -28,6 +29,8 @@ class Engine:
 
     Attributes:
         programs: what has been compiled so far.
+        collect: called by `generate` with each response that has ended and its hidden states `[n - 1, C]` (numpy, to be copied),
+            where a drafter reads any; None hands nothing out.
         version, drafter_version: of what is published, -1 before the first `publish`.
     """
 
@@ -40,8 +43,9 @@ class Engine:
             ValueError: a strategy names an unknown drafter, or a tree of one that drafts chains; ids or lengths exceed the model's;
                 the kernels cannot serve the model or do not run here.
         """
-        self.model_config, self.config = model_config, config
-        self.drafters = dict(drafters or {})
+        self.config, self.drafters = config, dict(drafters or {})
+        taps = sorted({n for d in self.drafters.values() for n in getattr(d, "taps", ())})
+        self.model_config = dataclasses.replace(model_config, taps=tuple(taps))
         for strategy in config.strategies:
             drafter = drafter_or_none(strategy, self.drafters)
             if strategy.width > 1:
@@ -58,6 +62,7 @@ class Engine:
         self.config = dataclasses.replace(config, kernels=kernels)
         self.programs = Programs()
         self.drafter_version = -1
+        self.collect: Callable[[Rollout, np.ndarray], None] | None = None
         self._served: Served | None = None
 
     @property
@@ -158,7 +163,9 @@ class Engine:
         if more:
             raise TypeError(f"unknown arguments: {', '.join(more)}")
         common = (self._served, self.config, self.programs, requests, sampling, bandit, bandit_state)
-        return Serving(*common, replay, *order, published=lambda: self._served)
+        serving = Serving(*common, replay, *order, published=lambda: self._served)
+        serving.collect = self.collect
+        return serving
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises ValueError for a request that cannot be served, before anything is compiled."""

@@ -104,7 +104,7 @@ def prefill(config: ModelConfig, width: int, keep_hidden: bool, params: Any, tok
     count, _chunk = tokens.shape
     prefilled = Prefilled(
         init_cache(config, count, width),
-        jnp.zeros((count, width, config.hidden_size), config.compute_dtype) if keep_hidden else None,
+        jnp.zeros((count, width, config.hidden_channels), config.compute_dtype) if keep_hidden else None,
     )
     return continue_prefill(config, params, tokens, prefilled, jnp.zeros(count, jnp.int32))
 

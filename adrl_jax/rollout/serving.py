@@ -39,7 +39,13 @@ _fold_in = jax.jit(jax.random.fold_in)  # compiled: one dispatch a launch
 
 
 class Serving(Entrance):
-    """State of one call; `run` may be called once."""
+    """State of one call; `run` may be called once.
+
+    Attributes:
+        collect: see `Engine.collect`.
+    """
+
+    collect: Callable[[Rollout, np.ndarray], None] | None = None
 
     def __init__(
         self,
@@ -315,6 +321,7 @@ class Serving(Entrance):
         if not len(finished):
             return
         tokens, log_probs, reason = jax.device_get((self.state.tokens, self.state.log_probs, self.state.finish_reason))
+        hidden = None if self.collect is None or self.state.hidden is None else jax.device_get(self.state.hidden)
         answered = set()
         for row in finished:
             index, n = int(slots.request[row]), int(slots.length[row])
@@ -327,7 +334,9 @@ class Serving(Entrance):
                 spoken[: len(verified)] = verified
             counts = int(slots.passes[row]), int(slots.committed[row])
             versions = self.versions.of(index, p, n, self.served.version)
-            self._finish(index, tokens[row, p:n], spoken, FinishReason(int(reason[row])), versions, *counts)
+            found = self._finish(index, tokens[row, p:n], spoken, FinishReason(int(reason[row])), versions, *counts)
+            if hidden is not None:
+                self.collect(found, hidden[row, : n - 1])
             slots.request[row] = -1
         if self.history is not None:
             rows = [self.requests[i] if i >= 0 else None for i in slots.request]
@@ -335,7 +344,7 @@ class Serving(Entrance):
 
     def _finish(
         self, index: int, tokens, log_probs, reason: FinishReason, versions, passes: int = 0, committed: int = 0
-    ) -> None:
+    ) -> Rollout:
         """A request has its response: tokens and log-probs `[R]`, versions `[R]` or one for all."""
         request, ids = self.requests[index], self.requests[index].prompt.token_ids
         rollout = Rollout(
@@ -361,3 +370,4 @@ class Serving(Entrance):
         else:
             self.queue.forget(index)
             self.flow.finished([(index, rollout)])
+        return rollout

@@ -31,8 +31,8 @@ class RolloutState(NamedTuple):
         temperature: float32 `[B]`.
         ignore_eos: bool `[B]`.
         cache: the target's keys and values.
-        hidden: `[B, S, H]`, the target's final-norm hidden states, valid for positions < length - 1; None where no drafter
-            reads them.
+        hidden: `[B, S, H]`, the target's final-norm hidden states (with taps, theirs behind them), valid for positions
+            < length - 1; None where no drafter reads them.
         drafter_states: by drafter name.
         accept_passes, accept_tokens: int32 `[B]`, speculative passes the row ran in and the tokens they committed.
     """
@@ -123,7 +123,7 @@ def empty(config: ModelConfig, batch: int, capacity: int, drafters: Mapping[str,
         temperature=jnp.ones(batch, jnp.float32),
         ignore_eos=jnp.zeros(batch, bool),
         cache=init_cache(config, batch, capacity),
-        hidden=jnp.zeros((batch, capacity, config.hidden_size), config.compute_dtype) if keep_hidden else None,
+        hidden=jnp.zeros((batch, capacity, config.hidden_channels), config.compute_dtype) if keep_hidden else None,
         drafter_states={name: d.init_state(batch, capacity) for name, d in drafters.items()},
         accept_passes=zeros,
         accept_tokens=zeros,

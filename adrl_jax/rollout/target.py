@@ -74,6 +74,7 @@ def own_tokens(
         int32 and float32 `[B, N]`.
     """
     keys = noise.position_keys(request_keys, positions, noise.Role.TARGET)
+    hidden = transformer.final_hidden(hidden, config.model)
     if not draws_from_hidden(config):
         if config.kernels != "xla":
             choice.told("sample_head", "xla", "the sampling law has filters, which need all logits at once")

@@ -103,6 +103,7 @@ class _Run:
             self.folder.close()
             return Outcome("already_done", finished)
         self.state, self.under_way = self.folder.begin()
+        self.parts.adapting.begin(self.folder.facts.get("drafter"), self.workdir)
         if self.state.clock:
             log.info("going on from %s", self._where())
         self.known = choice.Known(**self.folder.facts.get("refresh", {}))
@@ -126,6 +127,7 @@ class _Run:
 
     def _save(self) -> None:
         self.folder.facts["refresh"] = self.known._asdict()
+        self.folder.facts["drafter"] = self.parts.adapting.record()
         under_way = Saved(self.state.bandit) if self.source is None else self.source.saved()
         self.folder.save(self.state, under_way, self.started)
 
@@ -133,6 +135,7 @@ class _Run:
         if self.source is not None:
             self.source.close()
         self._close_progress()
+        self.parts.adapting.close()
         self.folder.close()
         if self.config.trace:
             self.timeline.write(self.workdir / "trace.json")
@@ -205,6 +208,7 @@ class _Run:
         c, parts, state = self.config, self.parts, self.state
         watch = Stopwatch(self.clock)
         version = int(state.learner.version)
+        parts.adapting.before_rollout(step, state.learner, parts.engine)
         batch, scored, after, row = self._round(step, state.cursor, watch, first=True)
         refills = 0
         while c.max_refills and (chosen := refill.enough(scored, c.prompts_per_step, refills, c.max_refills)) is None:
@@ -213,6 +217,9 @@ class _Run:
             rollouts = [*batch.rollouts, *more.rollouts]
             batch = dataclasses.replace(batch, rollouts=rollouts, stats=batch.stats.then(more.stats))
         drawn, scored = scored, chosen if c.max_refills else scored
+        with watch.phase("drafter"):
+            parts.adapting.after_rollout(parts.engine, batch.stats.launches)
+        update = parts.update if parts.frozen_update is None or parts.adapting.wanted else parts.frozen_update
         with watch.phase("pack"):
             prepared = parts.prepare(state.learner, scored, step)
         learner, scored, batches, facts = prepared.learner, prepared.scored, prepared.batches, prepared.facts
@@ -221,12 +228,13 @@ class _Run:
         self.source.verify()
         self.stop.check()  # the last point at which this step can still be left undone
         with watch.phase("update"), self.timeline.span("learner", f"update {step}"):
-            learner, updates = self.health.apply(parts.update, learner, batches)
+            learner, updates = self.health.apply(update, learner, batches)
+            learner = parts.adapting.hand_back(learner)
         self.state = state._replace(learner=learner, bandit=self.source.bandit, cursor=after, step=np.int32(step))
         self.source.commit()
         with watch.phase("sync"):
             self._publish()
-        row |= collect.metrics(drawn) | numbers.of_updates(updates) | facts
+        row |= collect.metrics(drawn) | numbers.of_updates(updates) | facts | parts.adapting.row()
         row |= numbers.of_rollouts(batch.stats, batch.rollouts, parts.strategies) | {"rollout/refills": float(refills)}
         row["frac_zero_adv_groups"] = scored.frac_zero_std
         self.health.watch(row)
@@ -319,10 +327,12 @@ class _Run:
                 self.parts.model_config,
                 drafter=learner.drafter_params,
                 drafter_version=int(learner.drafter_version),
+                drafter_name=self.parts.drafter_name,
                 others=self.parts.fixed_drafters,
                 device=self.parts.generator_device,
             )
             self.source.publish(self.snapshot, int(self.state.step))
+            self.parts.adapting.published(self.snapshot)
 
     def _versions(self) -> dict[str, Any]:
         s = self.snapshot

@@ -11,6 +11,7 @@ from adrl_jax.bandit.base import Bandit
 from adrl_jax.learner.disagreement import Measure
 from adrl_jax.learner.update import LearnerState, Update
 from adrl_jax.models.families import ModelConfig
+from adrl_jax.runtime.adapting import Adapting
 from adrl_jax.runtime.choice import RefreshConfig
 from adrl_jax.runtime.collect import Scorer
 from adrl_jax.runtime.cursor import CursorState
@@ -140,6 +141,10 @@ class Parts:
         identity: what a checkpoint must agree with to be resumed, as flat JSON.
         disagreement: the share of stored tokens that given weights would not choose, or None.
         generator_device: what the engine runs on where it has a device of its own, else None.
+        drafter_name: under which the engine knows the trained drafter.
+        adapting: when the drafter is trained, and what its acceptance says.
+        frozen_update: an `update` that leaves the drafter alone, for steps in which `adapting` does not ask for more; None where
+            there is but one way.
     """
 
     model_config: ModelConfig
@@ -164,6 +169,9 @@ class Parts:
     eval_scorer: Scorer | None = None
     disagreement: Measure | None = None
     generator_device: jax.Device | None = None
+    drafter_name: str = "eagle"
+    adapting: Adapting = dataclasses.field(default_factory=Adapting)
+    frozen_update: Callable[[LearnerState, PackedBatch], tuple[LearnerState, dict[str, Any]]] | None = None
 
     @property
     def off(self) -> int:

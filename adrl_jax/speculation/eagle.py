@@ -28,6 +28,7 @@ from adrl_jax.models.kv_cache import KVCache, cached_attention, init_cache
 from adrl_jax.models.projection import project
 from adrl_jax.models.transformer import Attend, DecoderLayer, Dense, embed_tokens, logits, model_ropes
 from adrl_jax.speculation.drafter import Draw, Proposal, draft_chain, grow_cache
+from adrl_jax.speculation.fusion import FUSE, fused
 
 DRAFT_IDS = "draft_ids"
 """Key of the map among a drafter's parameters: int32 `[V']`, distinct ids, ascending."""
@@ -67,7 +68,7 @@ class EagleLayer(nn.Module):
 
 def layer_config(config: ModelConfig) -> ModelConfig:
     """The target's family with one layer that sees its whole row."""
-    return dataclasses.replace(config, num_layers=1, sliding_window=None)
+    return dataclasses.replace(config, num_layers=1, sliding_window=None, taps=())
 
 
 def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,13 +176,15 @@ def predict(
 
     Args:
         config: the target's.
-        features: `[B, W, H]`.
+        features: `[B, W, H]`; true hidden states of a target with taps are wider, and are fused first (`fusion`).
         token_ids, positions: int32 `[B, W]`.
         attend, cache: as in `Transformer`.
 
     Returns:
         predicted hidden states `[B, W, H]` and the cache.
     """
+    if FUSE in params and features.shape[-1] != config.hidden_size:
+        features = fused(params, features, config)
     embeddings = embed_tokens(target_params["embedding"], token_ids, config)
     layer = EagleLayer(layer_config(config))
     return layer.apply({"params": split(params)[0]}, features, embeddings, positions, attend=attend, cache=cache)
@@ -205,6 +208,13 @@ class Eagle:
         size, vocab = self.draft_vocab_size, self.config.vocab_size
         if size is not None and not 1 <= size <= vocab:
             raise ValueError(f"Eagle.draft_vocab_size={size!r} must be in [1, {vocab}], the target's vocab_size, or None")
+
+    taps = ()  # no field: layers of the target that are read beside the last, see `eagle3`
+
+    @property
+    def target(self) -> ModelConfig:
+        """The target's config, asking for what this drafter reads of it."""
+        return dataclasses.replace(self.config, taps=self.taps)
 
     def init_params(self, key: jax.Array) -> Any:
         """Fresh parameters `{fc, layer}`, float32, drawn with `key` (consumed); with a draft vocabulary also `draft_ids`, the
@@ -278,6 +288,8 @@ class Eagle:
         start = jnp.minimum(state.length, state.cache.capacity - width)
         entries = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
+        # Another drafter beside this one may read more layers.
+        hidden = hidden[..., : self.target.hidden_channels]
         features, ids, _ = inputs(hidden, tokens, places, entries, entries + 1)
         predicted, cache = predict(
             params, target_params, self.config, features, ids, entries, cached_attention(entries), state.cache

@@ -74,6 +74,11 @@ class Merged:
         return self.learned.uses_hidden
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers that the learned drafter reads beside the last."""
+        return getattr(self.learned, "taps", ())
+
+    @property
     def reference_capacity(self) -> int:
         """Tokens of a reference a row, 0 where the lookup takes none."""
         return getattr(self.lookup, "reference_capacity", 0)

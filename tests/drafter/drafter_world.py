@@ -40,7 +40,7 @@ def texts(count=8, version=0, seed=0):
 @functools.partial(jax.jit, static_argnames="taps")
 def read(params, batch, taps=()):
     """Hidden states and log-probs of packed rows."""
-    out = forward(params, TINY, ForwardConfig(TEMPERATURE, taps=taps), batch)
+    out = forward(params, dataclasses.replace(TINY, taps=taps), ForwardConfig(TEMPERATURE), batch)
     return out.hidden, out.log_probs
 
 

@@ -96,7 +96,7 @@ def test_missing_and_damaged_files(tmp_path):
     facts = json.loads(record.read_text())
     for change, words in (
         ({"format": 9}, "format=9 is not 1"),
-        ({"drafter": "medusa"}, "drafter='medusa' is unknown"),
+        ({"drafter": "medusa"}, "drafter='medusa' is unknown; choose one of eagle, eagle3"),
         ({"target": None}, "target=None"),
         ({"draft_vocab_size": 99}, "draft_vocab_size=99 must be in [1, 40]"),
     ):

@@ -129,7 +129,7 @@ def test_the_policy_has_no_gradient_from_the_drafter(reduced):
     """Not even through the hidden states and log-probs of the pass that the drafter reads."""
     batch = packing.pack(make_rollouts(), [0.0] * 5, row_length=24)
     extra = {eagle.DRAFT_IDS: jnp.arange(0, 41, 3)} if reduced else {}
-    config = DrafterLossConfig(1.0, 1.0, 1.0, depths=3)
+    config = DrafterLossConfig(1.0, 1.0, 1.0, depths=3, importance_weights="prefix" if reduced else "none")
 
     @jax.jit
     def gradient(params):

@@ -14,8 +14,8 @@ def seen(acceptance, length=2.0, drafts=100):
     return Measured(drafts, round(acceptance * drafts), drafts, round(length * drafts))
 
 
-def run(values, config=CONFIG, state=MonitorState()):
-    states, notes = [], []
+def run(values, config=CONFIG):
+    states, notes, state = [], [], MonitorState()
     for value in values:
         state, said = observe(config, state, seen(value))
         states.append(state)
@@ -63,7 +63,9 @@ def test_only_launches_of_the_learned_drafter_count():
     assert measure(launches, strategies, ("eagle",)) == Measured(12, 8, 12, 21)
 
 
-@pytest.mark.parametrize("fields", [dict(fall=0.0), dict(smoothing=2.0), dict(patience=0), dict(alarm_steps=1.5), dict(alarm_length=0.9)])
+@pytest.mark.parametrize(
+    "fields", [dict(fall=0.0), dict(smoothing=2.0), dict(patience=0), dict(alarm_steps=1.5), dict(alarm_length=0.9)]
+)
 def test_bad_settings_name_the_field(fields):
     with pytest.raises(ValueError, match=f"MonitorConfig.{next(iter(fields))}="):
         MonitorConfig(**fields)

@@ -13,6 +13,7 @@ from adrl_jax.drafter.buffer import DataBuffer, StaleFeatures
 from adrl_jax.drafter.lessons import pack_samples, unpack_hidden
 from adrl_jax.drafter.loss import DrafterLossConfig
 from adrl_jax.drafter.trainer import DrafterTrainer, Heads, TrainerConfig
+from adrl_jax.drafter.unroll import guesses
 from adrl_jax.learner import packing
 from adrl_jax.models.transformer import engine_layout
 from adrl_jax.speculation import eagle
@@ -104,9 +105,9 @@ def test_the_teacher_is_the_head_of_the_samples_own_version():
     measure = warmup.make_measure(world.TINY, CONFIG)
     expected = {v: measure(params, p, [lesson])["loss"] for v, p in ((0, old), (1, new))}
     assert abs(expected[0] - expected[1]) > 1e-2
+    buffer = world.buffer_of(old)
     trainer = trainer_of(buffer, heads)
     trainer.load(*fresh(), version=0)
-    trainer.config = dataclasses.replace(trainer.config, seed=0)
     got = trainer.step()
     same = pack_samples(world.buffer_of(old).draw(np.random.default_rng([0, 0]), 2), rows=2, row_length=32)
     assert got["version"] == 0 and got["loss"] == pytest.approx(measure(params, old, [same])["loss"], rel=1e-4)
@@ -133,12 +134,24 @@ def test_refreshed_features_are_judged_by_the_new_policy_and_weighted():
     everything = eagle.split(params)[0]
     measure = warmup.make_measure(world.TINY, CONFIG)
     # All ids through the map, whose normaliser comes from the log-probs, equals all ids without one.
-    np.testing.assert_allclose(
-        measure(params, new, [lesson])["loss"], measure(everything, new, [lesson])["loss"], rtol=1e-4
-    )
+    np.testing.assert_allclose(measure(params, new, [lesson])["loss"], measure(everything, new, [lesson])["loss"], rtol=1e-4)
     weighted = warmup.make_measure(world.TINY, dataclasses.replace(CONFIG, importance_weights="token", importance_cap=1.5))
     found = weighted(everything, new, [lesson])
     assert 0 < found["weight"] < 1.5 and found["loss"] != pytest.approx(measure(everything, new, [lesson])["loss"])
+
+
+def test_a_lessons_samples_do_not_leak_at_any_depth():
+    first, second = world.samples(world.policy(), count=2)
+    changed = dataclasses.replace(first.rollout, token_ids=(first.rollout.token_ids + 1) % 41)
+    other = dataclasses.replace(first, rollout=changed, hidden=first.hidden + 1)
+    lessons = [pack_samples(chosen, rows=1, row_length=32) for chosen in ([first, second], [other, second])]
+    own = eagle.split(fresh()[0])[0]
+    run = jax.jit(lambda batch, hidden: guesses(own, world.policy(), world.TINY, hidden, batch, 3))
+    (a, usable), (b, _) = (map(np.asarray, run(x.batch, x.hidden)) for x in lessons)
+    mine = lessons[0].batch.rollout_index == 1
+    assert (usable & mine).any(axis=(1, 2)).all()
+    np.testing.assert_array_equal(a[usable & mine], b[usable & mine])
+    assert np.abs(a - b)[usable & ~mine].max() > 0.01
 
 
 @pytest.mark.parametrize("layout", packing.LAYOUTS)

@@ -169,7 +169,7 @@ def frozen(**changes):
             ["rollout.verification='rejection'", "eagle-d3-v2"],
         ),
         (dict(rollout__strategies=("off", "eagle-d0")), ["rollout.strategies='eagle-d0'"]),
-        (dict(rollout__strategies=("off", "medusa-d4")), ["medusa-d4", "ngram, history, eagle, merged, model"]),
+        (dict(rollout__strategies=("off", "medusa-d4")), ["medusa-d4", "ngram, history, eagle, eagle3, merged, model"]),
         (dict(rollout__strategies=("off", "ngram-d3-w2-v6")), ["ngram-d3-w2-v6", "trees are drafted by eagle"]),
         (dict(rollout__strategies=("off", "eagle-d3-w2-v3")), ["eagle-d3-w2-v3", "verify_tokens=3"]),
         (dict(rollout__strategies=("off", "eagle-d3-w2")), ["eagle-d3-w2", "verify tokens"]),
@@ -194,6 +194,18 @@ def frozen(**changes):
         (dict(task__path="x.jsonl"), ["task.path='x.jsonl'", "leave it empty"]),
         (dict(train__prompts_per_step=4096), ["train.prompts_per_step=4096", "task.train_prompts"]),
         (dict(drafter__ngram_min=9), ["drafter.ngram_min=9", "drafter.ngram_max=3"]),
+        (dict(rollout__strategies=("off", "eagle-d2", "eagle3-d2")), ["eagle3-d2", "one learned drafter"]),
+        (dict(drafter__when="off", rollout__strategies=("off", "ngram-d2")), ["drafter.when='off'", "learned drafter"]),
+        (dict(drafter__when="sometimes"), ["drafter.when='sometimes'", "joint, on_demand, spot, off"]),
+        (dict(drafter__when="spot"), ["drafter.spot_steps=0", "on a single device"]),
+        (dict(drafter__when="spot", drafter__spot_steps=2, drafter__spot_groups=2), ["drafter.spot_steps=2", "several"]),
+        (dict(drafter__spot_groups=2), ["drafter.spot_groups=2", "drafter.when=spot"]),
+        (
+            dict(drafter__when="spot", drafter__spot_groups=2, rollout__strategies=("off", "merged-d2")),
+            ["drafter.spot_groups=2", "`merged` arms"],
+        ),
+        (dict(drafter__feature_weight=0.0, drafter__token_weight=0.0), ["drafter.feature_weight=0.0", "must be > 0"]),
+        (dict(drafter__importance_weights="sequence"), ["drafter.importance_weights='sequence'", "none, token, prefix"]),
     ],
 )
 def test_rules_between_fields(changes, words):

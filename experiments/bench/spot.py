@@ -1,0 +1,110 @@
+"""Does training the drafter in a rollout's tail delay the rollout? Two device groups, one of them idle early.
+
+python -m experiments.bench.spot --json=spot.json          (--tokens=64 --repeats=3 for a look)
+
+A rollout of a few long and many short responses is spread over two devices. With `spot` the one whose share has ended trains the
+drafter until the other's has; without, it idles. Both sides run in turn and draw the same tokens. `rollout_end_ratio` is when the
+rollout was over with training, by when it was without: the median of the pairs. Without accelerators, two CPU devices of one core
+each stand for them; so it takes two idle cores to say anything.
+"""
+
+import os
+
+if "XLA_FLAGS" not in os.environ:  # before JAX is imported: each device computes in one thread of its own
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+
+import jax
+import numpy as np
+
+from adrl_jax.bandit.fixed import fixed
+from adrl_jax.drafter.buffer import DataBuffer, Sample
+from adrl_jax.drafter.loss import DrafterLossConfig
+from adrl_jax.drafter.trainer import DrafterTrainer, Heads, TrainerConfig
+from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
+from adrl_jax.models.families import ModelConfig
+from adrl_jax.models.transformer import engine_layout, init_params
+from adrl_jax.rollout.engine import Engine, EngineConfig
+from adrl_jax.runtime.groups import EngineGroup, Grouped
+from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.strategy import OFF, Strategy
+from adrl_jax.types import Prompt, Request, Rollout, SamplingParams
+from experiments.bench import form
+
+CONFIG = ModelConfig("llama", 1024, 256, 768, 4, 4, 2, 64, max_positions=2048)
+GROUPS, ROW = 2, 512
+
+
+def requests_of(tokens: int, short: int = 8) -> list[Request]:
+    """Even prompts (group 0) are answered with `tokens` tokens, odd ones (group 1) with an eighth of them."""
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(i, rng.integers(0, CONFIG.vocab_size, 16)) for i in range(8)]
+    return [Request(p, 0, 0, p.prompt_id, tokens if p.prompt_id % 2 == 0 else max(tokens // short, 1)) for p in prompts]
+
+
+class World:
+    """Two engines with a trainer that may be switched on and off."""
+
+    def __init__(self, tokens: int):
+        self.requests = requests_of(tokens)
+        params = init_params(CONFIG, jax.random.key(0))
+        drafter = Eagle(CONFIG)
+        self.own = drafter.init_params(jax.random.key(1))
+        served, own = engine_layout(params, CONFIG), engine_layout(self.own, CONFIG)
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4))
+        self.opt_state = optimizer.init(self.own)
+        devices = jax.devices()[:GROUPS]
+        settings = EngineConfig(
+            seed=0,
+            eos_ids=(),
+            strategies=(OFF, Strategy("eagle", 3)),
+            max_batch=4,
+            batch_buckets=(4,),
+            cache_bucket=512,
+        )
+        heads = Heads()
+        heads.add(0, served)
+        sizes = TrainerConfig(rows=1)
+        self.trainer = DrafterTrainer(CONFIG, DrafterLossConfig(), optimizer, DataBuffer(1 << 28, ROW), heads, sizes)
+        self.trainer.buffer.begin_step(0)
+        engines = [Engine(CONFIG, settings, {"eagle": drafter}) for _ in devices]
+        self.group = EngineGroup(engines, devices, lambda group: self.trainer.try_step(devices[group]))
+        self.group.publish(served, 0, {"eagle": own})
+        self.group.collect = lambda rollout, hidden: self.trainer.buffer.add(Sample(rollout, hidden, 0, 0))
+        self.rollouts: dict[bool, list[Rollout]] = {}
+
+    def run(self, training: bool) -> dict[str, float]:
+        """One rollout: when it was over, how many steps were made meanwhile, and until when the last of them went on."""
+        if training:
+            self.trainer.load(self.own, self.opt_state, 0)
+        bandit = Grouped(fixed(1, 2), GROUPS)
+        result = self.group.generate(self.requests, SamplingParams(1.0), bandit, bandit.init())
+        log = self.group.spot.wait()
+        if training:
+            self.trainer.unload()
+        self.rollouts[training] = result.rollouts
+        late = max((s.end for s in log.steps), default=0.0) - log.over
+        return {"over": log.over, "steps": len(log.steps), "late": max(late, 0.0), "tail": log.over - min(log.finished)}
+
+
+def main(argv=None) -> dict:
+    parser = form.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=384, help="response tokens of the long responses, at most 480")
+    args = parser.parse_args(argv)
+    if jax.device_count() < GROUPS:
+        parser.error(f"needs {GROUPS} devices, there are {jax.device_count()}; unset XLA_FLAGS or ask it for two")
+    world = World(args.tokens)
+    sides = {"with": lambda: world.run(True), "without": lambda: world.run(False)}
+    records = form.alternate(sides, max(args.repeats, 3), warmup=2)
+    ends = {name: [r["over"] for r in found] for name, found in records.items()}
+    results = form.ratio(ends["with"], ends["without"]).results("rollout_end_ratio")
+    results |= {f"rollout_s_{name}": form.median(found) for name, found in ends.items()}
+    results["drafter_steps"] = form.median(records["with"], "steps")
+    results["last_step_late_s"] = form.median(records["with"], "late")
+    results["tail_s"] = form.median(records["without"], "tail")
+    pairs = zip(world.rollouts[True], world.rollouts[False], strict=True)
+    results["identical_tokens"] = all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+    return form.finish("spot", vars(args), results, args.json)
+
+
+if __name__ == "__main__":
+    main()
