@@ -49,7 +49,7 @@ def test_attention_lowers(case):
 
 @pytest.mark.parametrize("by_row", (True, False))
 def test_sample_head_lowers(by_row):
-    arrays, _ = head_case(count=70, size=576, vocab=304, valid=290, draws=1, dtype=jnp.bfloat16, by_row=by_row)
+    arrays, _ = head_case(count=70, size=576, vocab=320, valid=290, draws=1, dtype=jnp.bfloat16, by_row=by_row)
     run = functools.partial(head_api.sample_head, by_row=by_row, valid_vocab=290, implementation="pallas_gpu")
     assert "mosaic_gpu" in lowered(run, *arrays)
 
@@ -91,6 +91,7 @@ def test_what_it_cannot_do_is_refused():
         "head size 16; 64 and 128": dict(dtype=jnp.bfloat16),
         "sliding windows are not supported": dict(dim=64, dtype=jnp.bfloat16, window=9),
         "pages of 96 tokens; multiples of 64": dict(dim=64, dtype=jnp.bfloat16, page=96),
+        "a capacity of 300 tokens; multiples of 64": dict(dim=64, dtype=jnp.bfloat16),
     }.items():
         with pytest.raises(UnsupportedError, match=expected):
             verify_attention(*attention_case(**options), implementation="pallas_gpu")
