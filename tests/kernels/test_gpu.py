@@ -107,6 +107,8 @@ def test_ops_without_a_gpu_kernel_say_that_xla_runs_them(caplog):
     nodes, cache, _ = attention_case(batch=1, count=2, capacity=24, lengths=(3,))
     one = jnp.ones(1, jnp.int32)
     with caplog.at_level("INFO", logger="adrl_kernels"):
-        commit_api.commit(cache, nodes.keys, nodes.values, one[:, None], one, one, implementation="pallas_gpu")
-        log_probs_api.token_log_probs(jnp.ones((5, 2)), jnp.ones((3, 2)), jnp.zeros(3, jnp.int32), implementation="pallas_gpu")
+        commit = functools.partial(commit_api.commit, implementation="pallas_gpu")
+        jax.eval_shape(commit, cache, nodes.keys, nodes.values, one[:, None], one, one)
+        log_probs = functools.partial(log_probs_api.token_log_probs, implementation="pallas_gpu")
+        jax.eval_shape(log_probs, jnp.ones((5, 2)), jnp.ones((3, 2)), jnp.zeros(3, jnp.int32))
     assert [r.message.split(":")[0] for r in caplog.records] == ["commit runs on xla", "log_probs runs on xla"]
