@@ -1,7 +1,9 @@
 """Which implementation of an operation runs, and the errors for what none of them can do."""
 
 import functools
+import importlib
 import logging
+import types
 from collections.abc import Callable
 
 import jax
@@ -61,6 +63,11 @@ def resolve(operation: str, implementation: str, problem: Callable[[str], str | 
     if found is not None:
         return told(operation, "xla", f"pallas_tpu cannot: {found}")
     return told(operation, "pallas_tpu", "the backend is a TPU")
+
+
+def gpu_module(operation: str) -> types.ModuleType:
+    """The operation's kernels for GPUs. Imported only where somebody asks for them: not every jaxlib has Mosaic GPU."""
+    return importlib.import_module(f"adrl_kernels.{operation}.pallas_gpu")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,9 @@ def missing() -> str | None:
 
 @functools.cache
 def _mesh(topology: str) -> jax.sharding.Mesh:
+    if jax.default_backend() != "tpu":
+        # Else libtpu asks a cloud's metadata server, which is not there, what machine this is.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     return jax.sharding.Mesh(np.array(devices[:1]), ("x",))
 

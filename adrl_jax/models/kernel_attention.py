@@ -8,10 +8,10 @@ Shapes as in `kv_cache`.
 
 import jax
 import jax.numpy as jnp
+from adrl_kernels import choice
 from adrl_kernels.commit import api as committing
 from adrl_kernels.commit import pallas_tpu as commit_tpu
 from adrl_kernels.verify_attention import api as attention
-from adrl_kernels.verify_attention import pallas_gpu as attention_gpu
 from adrl_kernels.verify_attention import pallas_tpu as attention_tpu
 from adrl_kernels.verify_attention.arguments import Cache, Nodes
 
@@ -30,7 +30,7 @@ def problem(kernels: str, config: ModelConfig, nodes: int, batch: int, capacity:
     arguments = Nodes(queries, fresh, fresh, sees)
     if kernels == "pallas_gpu":
         window = None if c.sliding_window is None else jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
-        return attention_gpu.problem(arguments._replace(first=window), cache)
+        return choice.gpu_module("verify_attention").problem(arguments._replace(first=window), cache)
     return attention_tpu.problem(arguments, cache) or commit_tpu.problem(cache, nodes, nodes)
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from adrl_kernels import choice
 from adrl_kernels.sample_head import api as head
-from adrl_kernels.sample_head import pallas_gpu as head_on_gpu
 from adrl_kernels.sample_head import pallas_tpu as head_on_tpu
 
 from adrl_jax.models import kernel_attention, transformer
@@ -40,7 +39,7 @@ def resolve(kernels: str, model: ModelConfig, strategies: tuple[Strategy, ...], 
             return None
         hidden = jax.ShapeDtypeStruct((max_batch * widest, model.hidden_size), model.compute_dtype)
         weight = jax.ShapeDtypeStruct((model.vocab_size, model.hidden_size), model.compute_dtype)
-        drawing = head_on_gpu if name == "pallas_gpu" else head_on_tpu
+        drawing = choice.gpu_module("sample_head") if name == "pallas_gpu" else head_on_tpu
         attending = kernel_attention.problem(name, model, widest, max_batch, capacity=1024)
         return attending or drawing.problem(hidden, weight, 1)
 

@@ -2,7 +2,7 @@
 
 import jax
 from adrl_kernels import choice
-from adrl_kernels.sample_head import pallas_gpu, pallas_tpu, reference
+from adrl_kernels.sample_head import pallas_tpu, reference
 from adrl_kernels.sample_head.arguments import Draws, Norm, check
 
 
@@ -47,7 +47,7 @@ def sample_head(
     problems = {
         "pallas_tpu": lambda: pallas_tpu.problem(hidden, weight, draws),
         "interpret": lambda: pallas_tpu.problem(hidden, weight, draws),
-        "pallas_gpu": lambda: pallas_gpu.problem(hidden, weight, draws),
+        "pallas_gpu": lambda: choice.gpu_module("sample_head").problem(hidden, weight, draws),
     }
     chosen = choice.resolve("sample_head", implementation, lambda name: problems.get(name, lambda: None)())
     options = dict(by_row=by_row, valid_vocab=valid, draws=draws, norm=norm)
@@ -55,5 +55,5 @@ def sample_head(
         precision = None if hidden.dtype != "float32" else "highest"
         return reference.sample_head(hidden, weight, keys, temperature, **options, precision=precision)
     if chosen == "pallas_gpu":
-        return pallas_gpu.sample_head(hidden, weight, keys, temperature, **options)
+        return choice.gpu_module("sample_head").sample_head(hidden, weight, keys, temperature, **options)
     return pallas_tpu.sample_head(hidden, weight, keys, temperature, **options, interpret=chosen == "interpret")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from adrl_kernels.verify_attention.arguments import known
 
 
 class Norm(NamedTuple):
@@ -59,12 +60,10 @@ def check(hidden, weight, keys, temperature, by_row: bool, valid_vocab: int, dra
         raise ValueError(f"draws={draws} must be between 1 and valid_vocab={valid_vocab}")
     if norm is not None and tuple(norm.weight.shape) != (size,):
         raise ValueError(f"norm.weight has shape {tuple(norm.weight.shape)}, expected ({size},)")
-    if not isinstance(temperature, jax.core.Tracer | jax.ShapeDtypeStruct):
-        values = np.asarray(temperature)
-        if values.size and not (np.isfinite(values).all() and values.min() >= 0):
-            raise ValueError(
-                f"temperature contains {values[~(np.isfinite(values) & (values >= 0))][0]}, must be finite and >= 0"
-            )
+    values = known(temperature)
+    if values is not None and not (np.isfinite(values) & (values >= 0)).all():
+        bad = values[~(np.isfinite(values) & (values >= 0))][0]
+        raise ValueError(f"temperature contains {bad}, must be finite and >= 0")
 
 
 def minimum_bytes(hidden, weight, by_row: bool, valid_vocab: int) -> int:

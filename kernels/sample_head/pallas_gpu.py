@@ -34,8 +34,8 @@ def problem(hidden, weight, draws: int) -> str | None:
         return f"{draws} draws; 1 is supported"
     if hidden.shape[1] % _DEPTH:
         return f"hidden size {hidden.shape[1]}; multiples of {_DEPTH} are supported"
-    if weight.shape[0] % 8 or weight.shape[1] % 8:  # asynchronous copies move 16 bytes at a time
-        return f"a weight of {weight.shape[0]} x {weight.shape[1]}; multiples of 8 are supported"
+    if weight.shape[0] % 8 or weight.shape[1] % _DEPTH:  # pieces in which copies lay operands out
+        return f"a weight of {weight.shape[0]} x {weight.shape[1]}; multiples of 8 x {_DEPTH} are supported"
     return None
 
 

@@ -162,6 +162,9 @@ def sample_head(
 ) -> Draws:
     """Arguments and result as in `api.sample_head`; `interpret` as in `verify_attention.pallas_tpu`."""
     count = hidden.shape[0]
+    if by_row and hidden.shape[1] % _LANES:
+        # A TPU stores such a matrix the other way round, so that no row is filled up; read as `[V, H]` it would be copied.
+        weight, by_row = weight.T, False
     layout = plan(hidden, weight, by_row=by_row, valid_vocab=valid_vocab, norm=norm is not None)
     padded = layout.inputs[0].shape[0]
     greedy = temperature == 0

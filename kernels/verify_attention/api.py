@@ -2,7 +2,7 @@
 
 import jax
 from adrl_kernels import choice
-from adrl_kernels.verify_attention import pallas_gpu, pallas_tpu, xla
+from adrl_kernels.verify_attention import pallas_tpu, xla
 from adrl_kernels.verify_attention.arguments import Cache, Nodes, check
 
 
@@ -30,11 +30,11 @@ def verify_attention(nodes: Nodes, cache: Cache, lengths: jax.Array, *, implemen
     problems = {
         "pallas_tpu": lambda: pallas_tpu.problem(nodes, cache),
         "interpret": lambda: pallas_tpu.problem(nodes, cache),
-        "pallas_gpu": lambda: pallas_gpu.problem(nodes, cache),
+        "pallas_gpu": lambda: choice.gpu_module("verify_attention").problem(nodes, cache),
     }
     chosen = choice.resolve("verify_attention", implementation, lambda name: problems.get(name, lambda: None)())
     if chosen == "xla":
         return xla.verify_attention(nodes, cache, lengths)
     if chosen == "pallas_gpu":
-        return pallas_gpu.verify_attention(nodes, cache, lengths)
+        return choice.gpu_module("verify_attention").verify_attention(nodes, cache, lengths)
     return pallas_tpu.verify_attention(nodes, cache, lengths, interpret=chosen == "interpret")

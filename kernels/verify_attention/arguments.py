@@ -59,7 +59,12 @@ class Nodes(NamedTuple):
 
 def known(x) -> np.ndarray | None:
     """The values of an array, None while it is being traced."""
-    return None if x is None or isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) else np.asarray(x)
+    if x is None or isinstance(x, jax.ShapeDtypeStruct):
+        return None
+    try:
+        return np.asarray(x)
+    except jax.errors.TracerArrayConversionError:
+        return None
 
 
 def check(nodes: Nodes, cache: Cache, lengths: jax.Array) -> None:

@@ -42,8 +42,8 @@ def problem(nodes: Nodes, cache: Cache) -> str | None:
         return f"{count} nodes a row; 1 to {MAX_NODES} are supported"
     if cache.table is not None and cache.keys.shape[3] % _TILE:
         return f"pages of {cache.keys.shape[3]} tokens; multiples of {_TILE} are supported"
-    if cache.table is None and cache.keys.shape[3] % 8:
-        return f"capacity {cache.keys.shape[3]}; multiples of 8 are supported"
+    if cache.table is None and cache.keys.shape[3] % _TILE:
+        return f"a capacity of {cache.keys.shape[3]} tokens; multiples of {_TILE} are supported"
     return None
 
 

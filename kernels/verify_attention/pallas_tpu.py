@@ -23,6 +23,9 @@ BLOCK = 128
 
 MAX_NODES = 64
 MAX_HEAD = 256
+MAX_BLOCKS = 1 << 15
+"""Blocks of all rows together: two numbers a block lie in scalar memory."""
+
 _LANES = 128
 _STEP_BYTES = 1 << 20
 _MASKED = -1e30
@@ -37,6 +40,9 @@ def problem(nodes: Nodes, cache: Cache) -> str | None:
         return f"{count} nodes a row; 1 to {MAX_NODES} are supported"
     if dim % 8 or not 8 <= dim <= MAX_HEAD:
         return f"head size {dim}; multiples of 8 up to {MAX_HEAD} are supported"
+    blocks = nodes.queries.shape[0] * cdiv(cache.capacity, block_tokens(cache))
+    if blocks > MAX_BLOCKS:
+        return f"{nodes.queries.shape[0]} rows of {cache.capacity} tokens; up to {MAX_BLOCKS} blocks of {BLOCK} are supported"
     if cache.table is not None:
         page = cache.keys.shape[3]
         if page % BLOCK:  # smaller ones would be padded to this in memory

@@ -165,8 +165,9 @@ def test_the_same_token_as_the_engines_own_sampler():
     hidden, weight, keys, temperature = arrays
     weight = jnp.nan_to_num(weight)
     logits = (hidden @ weight.T)[:, None]
-    tokens, log_probs = choose(logits, temperature, keys[:, None], Law(valid_vocab=90))
-    found = api.sample_head(hidden, weight, keys, temperature, valid_vocab=90, implementation="xla")
+    tokens, log_probs = jax.jit(choose, static_argnums=3)(logits, temperature, keys[:, None], Law(valid_vocab=90))
+    run = functools.partial(api.sample_head, valid_vocab=90, implementation="xla")
+    found = jax.jit(run)(hidden, weight, keys, temperature)
     np.testing.assert_array_equal(found.ids[:, 0], tokens[:, 0])
     np.testing.assert_allclose(found.log_probs[:, 0], log_probs[:, 0], atol=1e-5)
 

@@ -172,5 +172,5 @@ def test_auto_says_what_it_chose_and_why(caplog):
     choice.told.cache_clear()
     with caplog.at_level("INFO", logger="adrl_kernels"):
         for _ in range(2):
-            verify_attention(*case, implementation="auto")
+            jax.eval_shape(lambda *x: verify_attention(*x, implementation="auto"), *case)
     assert [r.message for r in caplog.records] == ["verify_attention runs on xla: there are no Pallas kernels for cpu"]
