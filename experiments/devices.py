@@ -46,7 +46,8 @@ def groups(c: Any) -> tuple[list[jax.Device], jax.Device | None]:
     r, here = c.runtime, jax.devices()
     numbers = r.learner_devices or tuple(range(c.learner.devices))
     there = f"jax.devices() here are 0 to {len(here) - 1}: {', '.join(str(d) for d in here)}"
-    require(max(numbers) < len(here), "runtime.learner_devices" if r.learner_devices else "learner.devices", numbers, there)
+    field, value = ("runtime.learner_devices", numbers) if r.learner_devices else ("learner.devices", c.learner.devices)
+    require(max(numbers) < len(here), field, value, f"at most {len(here)} here: {there}")
     learner = [here[i] for i in numbers]
     if r.mode not in OVERLAPPED:
         return learner, None
