@@ -33,10 +33,9 @@ from adrl_jax.runtime.publish import fingerprint
 from adrl_jax.speculation.eagle import DRAFT_IDS, Eagle, split
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import Prompt, Request, Rollout, SamplingParams
-from experiments import build, flags, schema, warmup_config
+from experiments import build, schema, stage, warmup_config
 from experiments.build import Policy
-from experiments.schema import ConfigError, require
-from experiments.train import exclusive, use_compilation_cache
+from experiments.schema import require
 from experiments.warmup_config import WarmupConfig
 
 _CALL = 4  # batches handed to the engine at once: one call's tail runs at small batches
@@ -46,26 +45,21 @@ WARMUP_VISIT = EVALUATION_VISIT - 1
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv` (program name first); returns the exit code."""
-    if flags.wants_help(argv):
-        print(flags.usage("experiments.drafter_warmup", WarmupConfig))
-        return 0
-    try:
-        c, other = flags.parse(argv, WarmupConfig)
-        warmup_config.check(c)
-        workdir = Path(other["workdir"])
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--workdir={str(workdir)!r} cannot be made: {error.strerror}") from None
-        with exclusive(workdir):
-            use_compilation_cache(c.runtime.compilation_cache, workdir)
-            record = run(c, workdir)
-    except (ValueError, OSError) as error:
-        return flags.fail(error)
-    for law, before in record["accept_length_before"].items():
-        print(f"temperature {law}: accept length {before:.2f} before, {record['accept_length_after'][law]:.2f} after")
-    print(f"{record['train_tokens']} response tokens, {record['train_s']:.0f} s of training; drafter in {workdir}")
-    return 0
+    return stage.main(argv, "experiments.drafter_warmup", WarmupConfig, _checked, run, _told)
+
+
+def _checked(c: WarmupConfig) -> WarmupConfig:
+    warmup_config.check(c)
+    return c
+
+
+def _told(record: dict[str, Any], workdir: Path) -> str:
+    lines = [
+        f"temperature {law}: accept length {before:.2f} before, {record['accept_length_after'][law]:.2f} after"
+        for law, before in record["accept_length_before"].items()
+    ]
+    lines.append(f"{record['train_tokens']} response tokens, {record['train_s']:.0f} s of training; drafter in {workdir}")
+    return "\n".join(lines)
 
 
 def run(c: WarmupConfig, workdir: Path) -> dict[str, Any]:

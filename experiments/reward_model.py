@@ -31,11 +31,10 @@ from adrl_jax.runtime import collect, numbers
 from adrl_jax.runtime.parts import EVALUATION_VISIT
 from adrl_jax.runtime.progress import Progress
 from adrl_jax.types import Prompt, Rollout, SamplingParams
-from experiments import build, flags, reward_config, schema
+from experiments import build, reward_config, schema, stage
 from experiments.learners import Policy, row_lengths
 from experiments.reward_config import RewardConfig
 from experiments.schema import ConfigError
-from experiments.train import exclusive, use_compilation_cache
 
 PREFERENCE_VISIT = EVALUATION_VISIT - 2
 """Visit number of these requests: their noise is nobody else's."""
@@ -43,27 +42,19 @@ PREFERENCE_VISIT = EVALUATION_VISIT - 2
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv` (program name first); returns the exit code."""
-    if flags.wants_help(argv):
-        print(flags.usage("experiments.reward_model", RewardConfig))
-        return 0
-    try:
-        c, other = flags.parse(argv, RewardConfig)
-        reward_config.check(c)
-        workdir = Path(other["workdir"])
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--workdir={str(workdir)!r} cannot be made: {error.strerror}") from None
-        with exclusive(workdir):
-            use_compilation_cache(c.runtime.compilation_cache, workdir)
-            record = run(c, workdir)
-    except (ValueError, OSError) as error:
-        return flags.fail(error)
-    print(
+    return stage.main(argv, "experiments.reward_model", RewardConfig, _checked, run, _told)
+
+
+def _checked(c: RewardConfig) -> RewardConfig:
+    reward_config.check(c)
+    return c
+
+
+def _told(record: dict[str, Any], workdir: Path) -> str:
+    return (
         f"{record['train_pairs']} pairs; held out ({record['held_out_pairs']}): accuracy {record['accuracy']:.3f}, "
         f"log loss {record['log_loss']:.3f}, calibration error {record['ece']:.3f}; reward model in {workdir}"
     )
-    return 0
 
 
 def run(c: RewardConfig, workdir: Path) -> dict[str, Any]:

@@ -26,11 +26,10 @@ from adrl_jax.models import weights
 from adrl_jax.rewards import judging
 from adrl_jax.runtime import numbers
 from adrl_jax.runtime.progress import Progress
-from experiments import build, config, flags, learners, resolve
+from experiments import build, config, learners, resolve, stage
 from experiments.config import Config
 from experiments.learners import Policy
-from experiments.schema import ConfigError, require
-from experiments.train import exclusive, use_compilation_cache
+from experiments.schema import require
 
 POLICY = "policy"
 """Folder of the weights below the workdir."""
@@ -38,28 +37,20 @@ POLICY = "policy"
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv` (program name first); returns the exit code."""
-    if flags.wants_help(argv):
-        print(flags.usage("experiments.sft", Config))
-        return 0
-    try:
-        settings, other = flags.parse(argv, Config)
-        settings = config.freeze(settings)
-        require(settings.warm_start.steps > 0, "warm_start.steps", settings.warm_start.steps, "how many updates?")
-        workdir = Path(other["workdir"])
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--workdir={str(workdir)!r} cannot be made: {error.strerror}") from None
-        with exclusive(workdir):
-            use_compilation_cache(settings.runtime.compilation_cache, workdir)
-            record = run(settings, workdir)
-    except (ValueError, OSError) as error:
-        return flags.fail(error)
+    return stage.main(argv, "experiments.sft", Config, _checked, run, _told)
+
+
+def _checked(settings: Config) -> Config:
+    settings = config.freeze(settings)
+    require(settings.warm_start.steps > 0, "warm_start.steps", settings.warm_start.steps, "how many updates?")
+    return settings
+
+
+def _told(record: dict[str, Any], workdir: Path) -> str:
     before, after = record["perplexity_before"], record["perplexity_after"]
-    print(
+    return (
         f"perplexity of held-out examples {before:.3f} before, {after:.3f} after {record['steps']} updates; {workdir / POLICY}"
     )
-    return 0
 
 
 def run(c: Config, workdir: Path) -> dict[str, Any]:
