@@ -164,7 +164,9 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
         _require(report.rounds, lambda x: x >= 1, "rounds", "must be at least 1 verify pass")
         _require(report.tokens, lambda x: 0 <= x < np.inf, "tokens", "must be finite and >= 0")
         _require(report.seconds, lambda x: 0 < x < np.inf, "seconds", "must be finite and > 0")
-        _require(report.overhead, lambda x: 0 <= x < float(report.seconds), "overhead", f"must be in [0, {report.seconds!r})")
+        if not isinstance(report.seconds, jax.core.Tracer):
+            most = float(report.seconds)
+            _require(report.overhead, lambda x: 0 <= x < most, "overhead", f"must be in [0, seconds={most})")
         _require_counts(report, depth)
         return update(state, Report(*(_scalar(x, dtype) for x, dtype in zip(report, _REPORT_TYPES))))
 

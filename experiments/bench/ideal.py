@@ -8,8 +8,11 @@ the first two.
 Letters: `A` strategies, `D` depths.
 """
 
+import json
+import pathlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -126,3 +129,41 @@ def accept_length_needed(target: float, plain: float, ideal_of, depth: int) -> f
         middle = (low + high) / 2
         low, high = (low, middle) if plain / ideal_of(middle) >= target else (middle, high)
     return 1.0 + sum(high**d for d in range(1, depth + 1))
+
+
+def by_arm(table: Latency, arms: Sequence[Strategy]) -> dict[str, dict[str, dict[str, float]]]:
+    """The latency table as `bench.bandit` reads it: arm -> batch -> cache -> seconds."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for (arm, batch, cache), t in sorted(table.items()):
+        out.setdefault(arms[arm].name, {}).setdefault(str(batch), {})[str(cache)] = t
+    return out
+
+
+def write_table(
+    path: pathlib.Path, launches: Sequence[LaunchRecord], arms: Sequence[Strategy], *, source: str, world: Mapping[str, Any]
+) -> None:
+    """Records launches as a table that `experiments.bench.bandit --tables` plays.
+
+    Only batch sizes that every arm was seen at are kept.
+
+    Args:
+        source: where the numbers come from.
+        world: see `experiments.bench.bandit.DEFAULTS`.
+
+    Raises:
+        ValueError: no batch size holds `world["requests"]` with every arm seen there.
+    """
+    seconds = by_arm(latencies(launches), arms)
+    batches = [b for b in sorted({int(b) for s in seconds.values() for b in s}) if all(str(b) in s for s in seconds.values())]
+    if len(seconds) < len(arms) or not batches or batches[-1] < world["requests"]:
+        raise ValueError(f"every arm must be seen at a batch of {world['requests']}; batches seen by all are {batches}")
+    table = {
+        "name": pathlib.Path(path).stem,
+        "source": source,
+        "arms": [{"drafter": s.drafter, "depth": s.depth, "width": s.width, "verify_tokens": s.verify_tokens} for s in arms],
+        "batch_buckets": batches,
+        "seconds_per_round": {name: {b: s[b] for b in map(str, batches)} for name, s in seconds.items()},
+        "acceptance": {name: np.clip(c, 0.01, 0.99).round(4).tolist() for name, c in acceptance(launches, arms).items()},
+        "world": dict(world),
+    }
+    pathlib.Path(path).write_text(json.dumps(table, indent=2) + "\n")

@@ -37,6 +37,9 @@ def main(argv=None) -> dict:
         metavar="P",
         help="longtail: drafts stand with this chance, unchecked: the engine apart from its drafter's luck",
     )
+    parser.add_argument(
+        "--table", default=None, metavar="FILE", help="longtail, grid: record latencies and acceptance for bench.bandit"
+    )
     parser.add_argument("--trace", default=None, metavar="FILE", help="longtail: write the last rollout's Perfetto trace here")
     args = parser.parse_args(argv)
     use_compilation_cache("default", None)

@@ -1,8 +1,8 @@
 """Workload `grid`: batches of 1, 2, 4, 8, 16 and 32 equal requests of 64 tokens; every strategy, and goodput choosing.
 
 `adaptive_over_best` is goodput's speed over that of the best strategy of its row, judged on interleaved pairs;
-`adaptive_over_plain` the same over plain decoding. `--json` also carries the latency table and the acceptance, which
-`experiments.bench.bandit --table` reads.
+`adaptive_over_plain` the same over plain decoding. `--json` also carries the latency table and the acceptance; `--table=FILE`
+writes them as `experiments.bench.bandit --tables` reads them.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from adrl_jax.bandit.goodput import goodput
 from adrl_jax.models.transformer import engine_layout
 from adrl_jax.types import Request, SamplingParams
 from experiments.bench import form, ideal, sides
-from experiments.bench.rollout_longtail import _by_arm, prompts, strategies
+from experiments.bench.rollout_longtail import prompts, strategies, write_table
 from experiments.bench.sides import Side, say
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -61,8 +61,10 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
         results |= over_best.results(f"adaptive_over_best_{batch}") | over_plain.results(f"adaptive_over_plain_{batch}")
         launches += [x for side in ours.values() for x in side.launches]
         say(f"batch {batch}: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()) + " tokens/s")
-    results["seconds_per_round"] = _by_arm(ideal.latencies(launches), arms)
+    results["seconds_per_round"] = ideal.by_arm(ideal.latencies(launches), arms)
     results["acceptance"] = {name: c.tolist() for name, c in ideal.acceptance(launches, arms).items()}
+    if args.table:
+        write_table(args, launches, arms, max(BATCHES))
     print(table(results["cells"]))
     return results, notes
 

@@ -98,9 +98,18 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
         agreements = [compare(plain, side.result.rollouts) for name, side in ours.items() if name != "off"]
         results["identical_tokens"] = all(a.identical for a in agreements)
         results["tie_divergences"] = sum(a.tie_divergences for a in agreements)
+    if args.table:
+        write_table(args, [x for side in ours.values() for x in side.launches], arms)
     if args.trace:
         trace.write(args.trace, [ours["goodput"].result.stats])
     return results, notes
+
+
+def write_table(args, launches, arms, requests: int = len(LENGTHS)) -> None:
+    """What this run measured, for `experiments.bench.bandit`."""
+    source = f"measured by experiments.bench.rollout --workload={args.workload} --model={args.model}, T={args.temperature}"
+    world = {"requests": requests, "rounds_per_launch": args.rounds_per_launch}
+    ideal.write_table(args.table, launches, arms, source=source, world=world)
 
 
 def best_fixed(records, arms) -> str:
@@ -164,16 +173,8 @@ def _ideal(ours: dict[str, Side], arms, batches, work, records) -> dict[str, Any
         "acceptance": {name: c.tolist() for name, c in chances.items()},
         "accept_length_needed": ideal.accept_length_needed(TARGET_SPEEDUP, plain, ideal_of, 4),
         "accept_length_4": {name: 1.0 + float(np.cumprod(c[:4]).sum()) for name, c in chances.items()},
-        "seconds_per_round": _by_arm(table, arms),
+        "seconds_per_round": ideal.by_arm(table, arms),
     }
-
-
-def _by_arm(table: ideal.Latency, arms) -> dict[str, dict[str, dict[str, float]]]:
-    """The latency table as `bench.bandit` reads it: arm -> batch -> cache -> seconds."""
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for (arm, batch, cache), t in sorted(table.items()):
-        out.setdefault(arms[arm].name, {}).setdefault(str(batch), {})[str(cache)] = t
-    return out
 
 
 def _peers(args, model, work, notes) -> dict[str, tuple[Any, Any]]:

@@ -127,6 +127,14 @@ def test_a_drafter_that_often_has_nothing_to_offer_is_judged_by_what_it_yields()
     assert int(GREEDY.select(state, key(0), context(4))) == 0
 
 
+def test_what_a_launch_pays_before_its_rounds_is_not_the_price_of_a_round():
+    """A drafter that was caught up with first: the next launch will not pay for that."""
+    state, told = BANDIT.init(), steady(2, 12, {"eagle": 0.7}, linear())
+    late = told._replace(seconds=told.seconds + 0.4, overhead=0.4)
+    plain, after = (BANDIT.update(state, r).latency.log_seconds for r in (told, late))
+    np.testing.assert_allclose(plain, after, atol=1e-5)
+
+
 def test_trees_of_one_width_do_not_count_for_chains():
     """Wide trees stand far more often than chains of the same drafter; both are judged by their own launches."""
     arms = (OFF, Strategy("eagle", 4), Strategy("eagle", 4, 4, 16))

@@ -193,7 +193,8 @@ def test_senseless_contexts_are_errors(bandit, field, value):
 @pytest.mark.parametrize(
     "field, value",
     [("arm", 5), ("arm", -1), ("batch", 1), ("cache", 0), ("rounds", 0), ("tokens", -2.0), ("tokens", float("inf"))]
-    + [("seconds", value) for value in (0.0, -1.0, float("nan"), float("inf"))],
+    + [("seconds", value) for value in (0.0, -1.0, float("nan"), float("inf"))]
+    + [("overhead", value) for value in (-0.5, 1.0, float("nan"))],
 )
 def test_senseless_reports_are_errors(bandit, field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):

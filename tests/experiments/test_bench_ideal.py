@@ -1,11 +1,13 @@
 """The ideal of a rollout against sums by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.speculation.strategy import OFF, Strategy
-from experiments.bench import ideal
+from experiments.bench import bandit, ideal
 
 ARMS = (OFF, Strategy("eagle", 1), Strategy("eagle", 3))
 TABLE = {(0, 1, 64): 1.0, (0, 4, 64): 2.0, (1, 1, 64): 1.2, (1, 4, 64): 4.0, (2, 1, 64): 1.5, (0, 1, 128): 1.1, (2, 4, 64): 9.0}
@@ -43,3 +45,25 @@ def test_the_accept_length_that_a_speed_up_needs():
     needed = ideal.accept_length_needed(2.0, 10.0, ideal_of, 2)
     assert needed == pytest.approx(2.0, abs=1e-6)
     assert ideal.accept_length_needed(3.5, 10.0, ideal_of, 2) is None
+
+
+def test_a_recorded_table_is_one_that_the_simulator_reads(tmp_path):
+    def at(batch, *args):
+        return dataclasses.replace(record(*args), batch_bucket=batch, running=batch)
+
+    launches = [
+        at(b, arm, 2, 0.5 * b + arm, (6, 4, 3)[: ARMS[arm].depth], (4, 3, 1)[: ARMS[arm].depth])
+        for b in (1, 4)
+        for arm in range(3)
+    ]
+    launches.append(at(8, 0, 1, 1.0))  # one arm alone: left out
+    path = tmp_path / "here.json"
+    ideal.write_table(path, launches, ARMS, source="a test", world={"requests": 3, "rounds_per_launch": 2})
+    table = bandit.read_table(path)
+    assert (table.name, table.batch_buckets, table.requests, table.rounds) == ("here", (1, 4), 3, 2)
+    assert table.strategies == ARMS
+    np.testing.assert_allclose(table.world.seconds[:, 0], [[0.25, 0.75, 1.25], [1.0, 1.5, 2.0]])
+    chances = 1 / (1 + np.exp(-table.world.logit[0]))
+    np.testing.assert_allclose(chances, [16 / 24, 3 / 4, 1 / 3], atol=1e-4)
+    with pytest.raises(ValueError, match="batch of 9"):
+        ideal.write_table(path, launches, ARMS, source="a test", world={"requests": 9})
