@@ -205,7 +205,7 @@ def _closing_table(summary: dict[str, Any]) -> str:
     return f'<div class="panel"><h2>Closing table</h2><table>{rows}</table></div>'
 
 
-def _signed(value: float | None, form: str) -> str:
+def _formatted(value: float | None, form: str) -> str:
     """A reward that was no number is written as null, and leaves its response without an advantage."""
     return "–" if value is None else format(value, form)
 
@@ -220,7 +220,7 @@ def _sample_table(samples: Sequence[dict[str, Any]], count: int = 8) -> str:
         texts = "".join(
             f"<td><code>{html.escape(_short(str(s[k] or '–')))}</code></td>" for k in ("prompt", "response", "extracted")
         )
-        figures = (_signed(s["reward"], ".2f"), _signed(s["advantage"], "+.2f"), s["response_length"])
+        figures = (_formatted(s["reward"], ".2f"), _formatted(s["advantage"], "+.2f"), s["response_length"])
         numbers = "".join(f'<td class="n">{x}</td>' for x in figures)
         rows.append(f"<tr>{texts}{numbers}</tr>")
     return (
