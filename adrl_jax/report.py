@@ -205,11 +205,6 @@ def _closing_table(summary: dict[str, Any]) -> str:
     return f'<div class="panel"><h2>Closing table</h2><table>{rows}</table></div>'
 
 
-def _formatted(value: float | None, form: str) -> str:
-    """A reward that was no number is written as null, and leaves its response without an advantage."""
-    return "–" if value is None else format(value, form)
-
-
 def _sample_table(samples: Sequence[dict[str, Any]], count: int = 8) -> str:
     last = [s for s in samples if s["phase"] == "train"][-count:]
     if not last:
@@ -220,8 +215,8 @@ def _sample_table(samples: Sequence[dict[str, Any]], count: int = 8) -> str:
         texts = "".join(
             f"<td><code>{html.escape(_short(str(s[k] or '–')))}</code></td>" for k in ("prompt", "response", "extracted")
         )
-        figures = (_formatted(s["reward"], ".2f"), _formatted(s["advantage"], "+.2f"), s["response_length"])
-        numbers = "".join(f'<td class="n">{x}</td>' for x in figures)
+        reward = "no number" if s["reward"] is None else f"{s['reward']:.2f}"
+        numbers = f'<td class="n">{reward}</td><td class="n">{s["advantage"]:+.2f}</td><td class="n">{s["response_length"]}</td>'
         rows.append(f"<tr>{texts}{numbers}</tr>")
     return (
         f'<div class="panel"><h2>Responses of step {last[-1]["step"]}</h2><table><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -156,4 +156,4 @@ def test_stale_data_with_recomputed_log_probs_need_a_weight(monkeypatch):
 
 
 def test_every_field_of_the_learner_is_documented():
-    assert all(len(o.meaning) > 4 for o in schema.options(Learner).values())
+    assert all(len(o.meaning) > 8 for o in schema.options(Learner).values())
