@@ -3,7 +3,8 @@
     python -m experiments.sft --config=experiments/configs/quickstart.py --workdir=runs/sft --config.warm_start.steps=300
 
 `warm_start.*` says how long, how fast and on what. The workdir gets the policy as a folder that `model.source` takes (and that Hugging Face
-transformers reads), `config.json`, and `sft.json`: loss and perplexity on worked examples of problems that were held out, before and after.
+transformers reads), `config.json`, and `sft.json`: perplexity before and after on worked examples past the first `warm_start.examples`, which are
+held out where the task has that many.
 Exit codes: 0 done, 2 a setting is wrong.
 """
 

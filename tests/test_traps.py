@@ -313,7 +313,9 @@ def test_shapes_that_disagree_are_refused():
 
 
 def test_stored_behaviour_log_probs_matter():
-    for name, config in CONFIGS.items():
+    names = ("grpo", "gspo", "topr", "reinforce", "online_dpo", "decoupled", "token tis", "aipo", "icepop", "opsm")
+    for name in names:
+        config = CONFIGS[name]
         chosen = for_config(config, responses())
         moved = [dataclasses.replace(r, behaviour=r.behaviour + 0.1) for r in chosen]
         before, after = by_response(config, chosen), by_response(config, moved)

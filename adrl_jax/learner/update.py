@@ -112,7 +112,7 @@ class Update:
 
     def lower(self, state: LearnerState, batch: PackedBatch):
         """The program for these shapes, for ahead-of-time compilation."""
-        return self._run.lower(state, batch, self.check(batch))
+        return self._run.lower(state._replace(reference=None, value=None), batch, self.check(batch))
 
     def check(self, batch: PackedBatch) -> Reach:
         """The batch's reach. Raises ValueError where the rows do not divide into devices and microbatches."""

@@ -212,7 +212,7 @@ class _Run:
             scored, refills = refill.joined(scored, further), refills + 1
             rollouts = [*batch.rollouts, *more.rollouts]
             batch = dataclasses.replace(batch, rollouts=rollouts, stats=batch.stats.then(more.stats))
-        scored = chosen if c.max_refills else scored
+        drawn, scored = scored, chosen if c.max_refills else scored
         with watch.phase("pack"):
             prepared = parts.prepare(state.learner, scored, step)
         learner, scored, batches, facts = prepared.learner, prepared.scored, prepared.batches, prepared.facts
@@ -226,7 +226,7 @@ class _Run:
         self.source.commit()
         with watch.phase("sync"):
             self._publish()
-        row |= collect.metrics(scored) | numbers.of_updates(updates) | facts
+        row |= collect.metrics(drawn) | numbers.of_updates(updates) | facts
         row |= numbers.of_rollouts(batch.stats, batch.rollouts, parts.strategies) | {"rollout/refills": float(refills)}
         row["frac_zero_adv_groups"] = scored.frac_zero_std
         self.health.watch(row)

@@ -100,6 +100,7 @@ def test_tuples_and_whole_numbers_on_the_command_line(config_file):
         (["--config.seed"], ["seed"]),
         (["--config.rollout.batch_buckets=0,4"], ["rollout.batch_buckets=(0, 4)", ">= 1"]),
         (["--config.rollout.batch_buckets='a'"], ["rollout.batch_buckets=", "int"]),
+        (["--config.rollout.strategies=3"], ["rollout.strategies=", "(str, …)"]),
     ],
 )
 def test_wrong_arguments_name_field_value_and_legal_choices(config_file, args, words):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import build, config, flags, learner_rules, presets, resolve, schema
+from adrl_jax.learner.update import data_mesh
+from experiments import build, config, flags, learner_rules, learners, presets, resolve, schema
 from experiments.config import Config
 from experiments.learner_config import Learner
 from experiments.schema import ConfigError
@@ -15,6 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 def of(name, **fields):
     settings, _ = flags.parse(["train", f"--config={CONFIGS / 'quickstart.py'}:{name}", "--workdir=w"], Config)
     c = schema.editable(settings)
+    c.rollout.strategies = ("off",)
     c.update_from_flattened_dict(fields)
     return config.freeze(c)
 
@@ -29,8 +31,9 @@ def test_every_preset_is_a_legal_run_that_can_be_put_together(name):
     assert all(f"learner.{field}" in known for field in fields) and all(field in known for field in others)
     for field, value in fields.items():
         assert getattr(c.learner, field) == value
-    with build.opened(c) as parts:  # nothing is compiled
-        assert callable(parts.update) and parts.prepare.config.loss == loss
+    target = build.policy(c, build.ALPHABETS["division"])
+    learning = learners.build(c, target, None, data_mesh(1))  # nothing is compiled
+    assert callable(learning.update) and learning.prepare.config.loss == loss
 
 
 def test_the_default_is_grpo_and_what_it_always_was():

@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(stages, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"preferences.prompts=4096.*task.train_prompts=2048"):
         reward_config.check(schema.build(reward_config.RewardConfig, r))
     missing = dataclasses.replace(started, task=dataclasses.replace(started.task, reward_model=str(tmp_path)))
-    with pytest.raises(FileNotFoundError, match="experiments.reward_model writes it"), build.opened(missing):
+    with pytest.raises(FileNotFoundError, match=r"experiments.reward_model writes it"), build.opened(missing):
         pass
     with pytest.raises(SystemExit):
         off_policy.main(["--workdir=w", "--minibatches=3", "--steps=8"])

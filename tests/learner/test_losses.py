@@ -102,9 +102,9 @@ def test_diagnostics_are_split_by_source_and_age():
 
 def test_the_99th_percentile_is_known_to_a_bin():
     rng = np.random.default_rng(0)
-    for scale in (1e-4, 1e-2, 1.0):
-        d = rng.exponential(scale, 4000).astype(np.float32)
-        row = row_of(d, np.zeros(4000), np.zeros(4000))
+    for scale in (1e-3, 1.0):
+        d = rng.exponential(scale, 1000).astype(np.float32)
+        row = row_of(d, np.zeros(1000), np.zeros(1000))
         out = importance.diagnostics(*importance.diagnostic_sums(row, row.mask))
         true = np.percentile(d, 99)
         assert true <= float(out["p99_abs_delta"]) <= 1.23 * true
