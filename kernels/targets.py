@@ -54,8 +54,9 @@ def missing() -> str | None:
 @functools.cache
 def _mesh(topology: str) -> jax.sharding.Mesh:
     if jax.default_backend() != "tpu":
-        # Else libtpu asks a cloud's metadata server, which is not there, what machine this is.
+        # Else libtpu asks a cloud's metadata server, which is not there, what machine this is, and lets one process compile.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     return jax.sharding.Mesh(np.array(devices[:1]), ("x",))
 
