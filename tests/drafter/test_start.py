@@ -15,6 +15,8 @@ from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.transformer import init_params
 from adrl_jax.speculation import eagle
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.eagle3 import Eagle3
+from adrl_jax.speculation.fusion import FUSE, fused
 from adrl_jax.types import FinishReason, Rollout, SamplingParams
 
 SIZES = dict(vocab_size=41, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -139,3 +141,26 @@ def test_faults():
         start.regression(start.moments(params, config, lessons), 0)
     with pytest.raises(ValueError, match="no entry"):
         start.moments(params, config, [])
+
+
+def test_an_eagle3_drafter_begins_with_the_final_state_fused_from_what_it_reads():
+    """The last of two layers is among those read, so nothing is lost: it begins where EAGLE does."""
+    config = CONFIGS["llama"]
+    drafter, (params, fresh, lessons, rollouts) = Eagle3(config), world(config)
+    wide = warmup.make_lessons(params, drafter.target, rollouts, rows=2, row_length=20)
+    fuse = start.fusion(drafter.target, wide)
+    for lesson, plain in zip(wide, lessons, strict=True):
+        real = lesson.batch.segment_ids != 0
+        found = np.asarray(fused({FUSE: {"kernel": jnp.asarray(fuse.kernel)}}, jnp.asarray(lesson.hidden), drafter.target))
+        np.testing.assert_allclose(found[real], plain.hidden[real], atol=1e-2 * np.abs(plain.hidden).max())
+    fresh3 = drafter.init_params(jax.random.key(1))
+    begun = start.begin(fresh3, config, start.moments(params, drafter.target, wide, fuse), fuse=fuse)
+    assert jax.tree.structure(begun) == jax.tree.structure(fresh3)
+    units = start.units(fresh3, start.moments(params, drafter.target, wide, fuse), fuse)
+    assert all(np.all(np.isfinite(x)) and np.all(np.asarray(x) > 0) for x in jax.tree.leaves(units))
+    plain = start.begin(fresh, config, start.moments(params, config, lessons))
+    measure, loss = warmup.make_measure, DrafterLossConfig(1.0, 1.0)
+    with_three, with_one = (
+        measure(c, loss)(own, params, x) for c, own, x in ((drafter.target, begun, wide), (config, plain, lessons))
+    )
+    assert with_three["feature_loss"] == pytest.approx(with_one["feature_loss"], rel=0.05)
