@@ -216,7 +216,9 @@ def _sample_table(samples: Sequence[dict[str, Any]], count: int = 8) -> str:
             f"<td><code>{html.escape(_short(str(s[k] or '–')))}</code></td>" for k in ("prompt", "response", "extracted")
         )
         reward = "no number" if s["reward"] is None else f"{s['reward']:.2f}"
-        numbers = f'<td class="n">{reward}</td><td class="n">{s["advantage"]:+.2f}</td><td class="n">{s["response_length"]}</td>'
+        numbers = (
+            f'<td class="n">{reward}</td><td class="n">{s["advantage"]:+.2f}</td><td class="n">{s["response_length"]}</td>'
+        )
         rows.append(f"<tr>{texts}{numbers}</tr>")
     return (
         f'<div class="panel"><h2>Responses of step {last[-1]["step"]}</h2><table><tr>{head}</tr>{"".join(rows)}</table></div>'
