@@ -136,7 +136,7 @@ OTHER = {
 }
 HIDDEN = {("opsm", "clip_low")}
 """Knobs with nothing left to act on in this batch: OPSM takes out the very responses whose tokens `clip_low` would clip."""
-BASES = ("grpo", "icepop", "gspo", "topr", "aipo", "copg", "opsm", "k3")
+BASES = ("grpo", "icepop", "gspo", "topr", "aipo", "copg", "opsm", "k3", "reinforce")
 
 
 def test_every_knob_that_is_accepted_acts():
