@@ -65,7 +65,8 @@ def train(runs: Runs, steps: int) -> Any:
                 scored = chosen
                 break
             refills += 1
-        learner, _, batches, _ = parts.prepare(learner, scored, step)
+        prepared = parts.prepare(learner, scored, step)
+        learner, batches = prepared.learner, prepared.batches
         for batch in batches:
             learner, values = parts.update(learner, batch)
             numbers.on_host(values)

@@ -143,8 +143,9 @@ class Runs:
             requests = collect.requests_for(prompts, visits + (seed + 1) * VISITS, t.group_size, t.max_new_tokens)
             result = parts.engine.generate(requests, self.sampling, parts.bandit, parts.bandit.init())
             scored = collect.score(result.rollouts, [r.prompt for r in requests], parts.tokenizer, parts.scorer)
-            learner, _, batches, _ = own(learner, scored, step)
-            for batch in batches:
+            prepared = own(learner, scored, step)
+            learner = prepared.learner
+            for batch in prepared.batches:
                 learner, values = parts.update(learner, batch)
             numbers.on_host(values)  # waits
         return learner

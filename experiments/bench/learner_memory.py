@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from adrl_kernels.log_probs.xla import default_block
 
 from adrl_jax.learner import packing, supervised
-from adrl_jax.learner.log_probs import default_block
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.learner.update import data_mesh, init_state
 from adrl_jax.models.families import ModelConfig
