@@ -1,5 +1,7 @@
 """A rollout over two devices: the same tokens, and drafter steps on the idle device alone."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -70,8 +72,11 @@ def test_tokens_are_the_same_and_the_idle_device_alone_trains(world):
     trainer.buffer.begin_step(0)
     group.collect = lambda rollout, hidden: trainer.buffer.add(Sample(rollout, hidden, 0, 0))
     for _ in range(2):  # the first compiles
+        used.clear()
         trainer.load(OWN, opt_state, 0)
-        two = group.generate(REQUESTS, SamplingParams(1.0), drafting(2), drafting(2).init())
+        # A tail of many slow launches on group 0, however fast the machine is; group 1 needs one or two.
+        slowed = {"on_launch": lambda _: time.sleep(0.05)}
+        two = group.generate(REQUESTS, SamplingParams(1.0), drafting(2), drafting(2).init(), **slowed)
         trained = trainer.unload()
         log = group.spot.wait()
     for a, b in zip(one.rollouts, two.rollouts, strict=True):
