@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -11,6 +12,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
+
+sys.path.append(os.path.dirname(__file__))  # oracles that several folders share
 
 _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 20_000  # Linux allows a process 65,530 mappings by default

@@ -3,6 +3,7 @@
 One half of a call of `Engine.generate`; `serving.Serving` is the other.
 """
 
+import abc
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from adrl_jax.speculation.strategy import OFF
 from adrl_jax.types import FinishReason, Request, SamplingParams
 
 
-class Entrance:
+class Entrance(abc.ABC):
     """The state of a call as far as entering goes.
 
     Attributes:
@@ -53,19 +54,23 @@ class Entrance:
         """All that came, in order of arrival; None in place of those that have been answered in a flow."""
         return self.queue.requests
 
+    @abc.abstractmethod
     def _on_device(self, kind: str, **facts) -> contextlib.AbstractContextManager:
-        raise NotImplementedError
+        """Counts the time within as the device's."""
 
+    @abc.abstractmethod
     def _harvest(self) -> None:
-        raise NotImplementedError
+        """Turns finished rows into rollouts."""
 
+    @abc.abstractmethod
     def _finish(
         self, index: int, tokens, log_probs, reason: FinishReason, versions, passes: int = 0, committed: int = 0
     ) -> None:
-        raise NotImplementedError
+        """A request has its response: tokens and log-probs `[R]`, versions `[R]` or one for all."""
 
+    @abc.abstractmethod
     def _reshape(self, rows: np.ndarray, needed: int) -> None:
-        raise NotImplementedError
+        """Keeps `rows`, with room for `needed` tokens each."""
 
     def _admit(self) -> None:
         """Gives free rows to those who wait, as far as their prompts are through the target; moves prompts on."""

@@ -87,6 +87,9 @@ def main(argv=None) -> dict:
     flags.add_argument("--sft_steps", type=int, default=600, help="supervised updates of the start")
     flags.add_argument("--eval_prompts", type=int, default=256, help="held-out prompts")
     args = flags.parse_args(argv)
+    unknown = [name for name in args.presets.split(",") if name not in presets.PRESETS]
+    if unknown:
+        flags.error(f"presets={','.join(unknown)} unknown; choose of {', '.join(presets.PRESETS)}")
     study = Study(sft_steps=args.sft_steps, eval_prompts=args.eval_prompts)
     start = config.freeze(base_config(study))
     if not (args.workdir / "sft" / "sft.json").exists():

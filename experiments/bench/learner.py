@@ -146,6 +146,7 @@ def main(argv=None) -> dict:
 
     results: dict[str, Any] = {}
     notes: dict[str, str] = {}
+    sides.say("compiling the packed pass")
     first = form.first_call(lambda: both["packed"].gradients(holder["params"]))
     results["first_pass_s"] = first.seconds
     loss = float(first.value.loss.numerator / first.value.loss.denominator)
@@ -161,8 +162,10 @@ def main(argv=None) -> dict:
     peak = max(form.matmul_peak() for _ in range(3))
     results["flops_fraction_of_peak"] = useful_flops(model.config, rollouts) / seconds / peak
     results["matmul_peak_gflops"] = peak / 1e9
+    sides.say(f"forward and backward: {results['tokens_per_s']:.0f} tokens/s; one long segment against many short ones")
     results["segment_cost_ratio"] = segment_cost(model, holder["params"], min(1024, model.config.max_positions))
     holder["state"] = init_state(holder.pop("params"), make_optimizer(OptimizerConfig(learning_rate=LEARNING_RATE)))
+    sides.say("whole updates, packed and padded in turn")
     kept = form.alternate({name: form.timed(lambda p=p: p.step(holder)) for name, p in both.items()}, args.repeats)
     for name in both:
         results[f"{name}_update_s"] = form.median(kept[name])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -141,8 +142,6 @@ def _seconds_of_a_batch(engine: Emulated, limits: Any, recorded: Mapping[Any, An
 
 def copy_start(ask: Mapping[str, Any], workdir: pathlib.Path) -> None:
     """Puts the warm-started run that the parent made into a fresh folder."""
-    import shutil
-
     if ask.get("start"):
         shutil.copytree(ask["start"], workdir, dirs_exist_ok=True)
 

@@ -1,18 +1,13 @@
 """The share of stored tokens that other weights would not choose with the same noise, against float64 position by position."""
 
-import dataclasses
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from forward64 import all_logits
 
 from adrl_jax.bandit.fixed import fixed
 from adrl_jax.learner import disagreement, packing
-from adrl_jax.models import transformer
 from adrl_jax.models.families import ModelConfig
-from adrl_jax.models.kv_cache import masked_attention
 from adrl_jax.models.transformer import engine_layout, init_params
 from adrl_jax.rollout.engine import Engine, EngineConfig
 from adrl_jax.sampling import noise
@@ -21,31 +16,6 @@ from adrl_jax.types import Prompt, Request, SamplingParams
 
 TINY = ModelConfig("llama", 29, 16, 32, 1, 2, 1, 8)
 VALID, SEED = 23, 5
-
-
-@functools.cache
-def _forward64(config, length):
-    wide = dataclasses.replace(config, dtype="float64")
-    places = jnp.arange(length, dtype=jnp.int32)[None]
-
-    def attend(q, k, v, *, layer, window, cache):
-        seen = places[..., None] >= places[:, None]
-        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
-
-    def run(params, ids):
-        hidden, _ = transformer.Transformer(wide).apply({"params": params}, ids[None], places, attend=attend)
-        return transformer.logits(params, hidden[0])
-
-    return jax.jit(run)
-
-
-def all_logits(config, params, token_ids, length):
-    """Float64 logits after each token, from one program: the text is padded to `length`."""
-    ids = np.zeros(length, np.int32)
-    ids[: len(token_ids)] = token_ids
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        return np.asarray(_forward64(config, length)(wide, ids))[: len(token_ids)]
 
 
 @pytest.fixture(scope="module")

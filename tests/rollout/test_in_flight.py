@@ -1,18 +1,12 @@
 """New weights between the launches of running requests: every token is the draw of the version it says."""
 
-import dataclasses
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from forward64 import all_logits
 from rollout_world import DRAFTERS, EOS, SEED, TARGET, VALID, make_requests
 from test_refresh import generate, perturbed
 
 from adrl_jax.bandit.fixed import fixed
-from adrl_jax.models import transformer
-from adrl_jax.models.kv_cache import masked_attention
 from adrl_jax.rollout import declared
 from adrl_jax.rollout.engine import Engine, EngineConfig, Flow
 from adrl_jax.rollout.in_flight import Versions
@@ -23,31 +17,6 @@ from adrl_jax.types import SamplingParams
 
 ARMS = (OFF, Strategy("eagle", 3))
 SETTINGS = dict(max_batch=8, batch_buckets=(2, 8), cache_bucket=64, rounds_per_launch=2)
-
-
-@functools.cache
-def _forward64(config, length):
-    wide = dataclasses.replace(config, dtype="float64")
-    places = jnp.arange(length, dtype=jnp.int32)[None]
-
-    def attend(q, k, v, *, layer, window, cache):
-        seen = places[..., None] >= places[:, None]
-        return masked_attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen), cache
-
-    def run(params, ids):
-        hidden, _ = transformer.Transformer(wide).apply({"params": params}, ids[None], places, attend=attend)
-        return transformer.logits(params, hidden[0])
-
-    return jax.jit(run)
-
-
-def all_logits(config, params, token_ids, length):
-    """Float64 logits after each token, from one program: the text is padded to `length`."""
-    ids = np.zeros(length, np.int32)
-    ids[: len(token_ids)] = token_ids
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        return np.asarray(_forward64(config, length)(wide, ids))[: len(token_ids)]
 
 
 @pytest.fixture(scope="module")
