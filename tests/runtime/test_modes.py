@@ -1,6 +1,7 @@
 """Four modes, one interface: which policy drew which token, and what equals what bit for bit."""
 
 import contextlib
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,7 @@ from async_world import Worlds
 from adrl_jax.checkpoint import Checkpointer
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import stop
+from adrl_jax.runtime.batches import Maker
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +204,19 @@ def test_publishing_reaches_the_generators_device(worlds, tmp_path):
     parts = worlds._parts[True, 1, 1]
     assert parts.generator_device == jax.devices()[1]
     assert {d for x in jax.tree.leaves(parts.engine.params) for d in x.devices()} == {jax.devices()[1]}
+
+
+@pytest.mark.parametrize("mode", ["sync", "lagged"])
+def test_tokens_of_an_illegal_age_end_the_run_before_anything_is_learnt(worlds, tmp_path, monkeypatch, mode):
+    """Should admission ever fail, the loop says so: here tokens claim a policy that does not exist yet."""
+    made = Maker.batch
+
+    def early(self, *args, **more):
+        batch, bandit = made(self, *args, **more)
+        wrong = [dataclasses.replace(r, policy_versions=r.policy_versions + 50) for r in batch.rollouts]
+        return dataclasses.replace(batch, rollouts=wrong), bandit
+
+    monkeypatch.setattr(Maker, "batch", early)
+    with pytest.raises(RuntimeError, match="updates old, outside"):
+        worlds.run(tmp_path, mode)
+    assert not rows(tmp_path)
