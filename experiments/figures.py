@@ -4,6 +4,8 @@ What is drawn lies in docs/measured/ and comes from these commands:
 
     python -m experiments.bench.rollout --model=smollm2 --peer=hf,tunix --peer_python=… --json=docs/measured/rollout.json
     python -m experiments.bench.step --model=smollm2 --peer=trl,tunix --peer_python=… --json=docs/measured/step.json
+    python -m experiments.bench.rollout --workload=longtail --drafter=… --data=… --peer=hf --json=docs/measured/longtail.json
+    python -m experiments.bench.rollout --workload=grid --drafter=… --data=… --json=docs/measured/grid.json
     make quickstart, then: cp runs/quickstart/summary.json docs/measured/quickstart.json
                            grep -v warm_start runs/quickstart/metrics.jsonl > docs/measured/quickstart.jsonl
 
@@ -100,6 +102,57 @@ def quickstart(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     return figure
 
 
+def longtail(results: Mapping[str, Any]) -> Figure:
+    """Seconds of the long-tailed rollout, ours in colour, and what a round of each strategy takes."""
+    sides = {
+        "goodput chooses": results["goodput_s"],
+        "BEG chooses": results["beg_s"],
+        f"best fixed ({results['best_fixed_arm']})": results["best_fixed_s"],
+        "plain": results["plain_s"],
+        "llama.cpp": results.get("llamacpp_s"),
+        "Hugging Face": results.get("hf_s"),
+    }
+    found = {label: value for label, value in sides.items() if value is not None}
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    colors = [OTHER if label in ("llama.cpp", "Hugging Face") else OURS for label in found]
+    drawn = left.barh(list(found), list(found.values()), color=colors, height=0.62)
+    left.bar_label(drawn, fmt="%.3g", padding=4, color=INK)
+    left.invert_yaxis()
+    left.set_title("32 requests of 32 to 512 tokens, seconds")
+    left.set_xticks([])
+    left.spines["bottom"].set_visible(False)
+    left.margins(x=0.12)
+    shares = {name: share for name, share in results["goodput_arms"].items() if share > 0}
+    drawn = right.barh(list(shares), [100 * x for x in shares.values()], color=OURS, height=0.62)
+    right.bar_label(drawn, fmt="%.0f %%", padding=4, color=INK)
+    right.invert_yaxis()
+    right.set_title("what goodput spends its time with")
+    right.set_xticks([])
+    right.spines["bottom"].set_visible(False)
+    right.margins(x=0.18)
+    return figure
+
+
+def grid(results: Mapping[str, Any]) -> Figure:
+    """Speed over plain decoding by batch: every fixed strategy in grey, the controller in colour."""
+    speed = {(c["arm"], c["batch"]): c["tokens_per_s"] for c in results["cells"]}
+    batches = sorted({batch for _, batch in speed})
+    figure = Figure(figsize=(9, 3.0), layout="constrained")
+    ax = figure.subplots()
+    for arm in dict.fromkeys(arm for arm, _ in speed):
+        chosen = arm == "goodput"
+        over = [speed[arm, b] / speed["off", b] for b in batches]
+        style = dict(color=OURS, linewidth=2.4, marker="o", zorder=3) if chosen else dict(color=OTHER, linewidth=1.4)
+        ax.plot(range(len(batches)), over, **style)
+        ax.annotate(arm, (len(batches) - 1, over[-1]), (6, -3), textcoords="offset points", color=OURS if chosen else MUTED)
+    ax.set(
+        title="Tokens/s over plain decoding", xlabel="requests in the batch", xticks=range(len(batches)), xticklabels=batches
+    )
+    ax.grid(True, axis="y")
+    return figure
+
+
 def _running(ax: Axes, points: Sequence[Sequence[float]] | None, color: str, label: str) -> None:
     if points:
         seconds, running = zip(*points)
@@ -113,6 +166,9 @@ def draw(measured: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
     for name in BARS:
         if (measured / name).exists():
             figures[pathlib.Path(name).stem] = bars(json.loads((measured / name).read_text())["results"], name)
+    for name, figure_of in (("longtail", longtail), ("grid", grid)):
+        if (measured / f"{name}.json").exists():
+            figures[name] = figure_of(json.loads((measured / f"{name}.json").read_text())["results"])
     if (measured / "quickstart.json").exists():
         summary = json.loads((measured / "quickstart.json").read_text())
         figures["quickstart"] = quickstart(summary, read_lines(measured / "quickstart.jsonl"))

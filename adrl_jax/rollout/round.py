@@ -144,25 +144,26 @@ def decode_round(
         return tree_round(config, strategy, drafter, params, drafter_params, state)
     running = state.running
     if strategy.speculates:
-        drafts, count, log_q, bad, state = _draft(config, strategy, drafter, params, drafter_params, state)
+        drafts, count, law, bad, state = _draft(config, strategy, drafter, params, drafter_params, state)
     else:
         batch = state.length.shape[0]
-        drafts, count, log_q = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
+        drafts, count, law = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
         bad = jnp.zeros(batch, bool)
     n = drafts.shape[1] + 1
     last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     chain = jnp.concatenate([last, drafts], axis=1)
     positions = (state.length - 1)[:, None] + jnp.arange(n, dtype=jnp.int32)
     if strategy.shares_slots:
-        log_chance = jnp.full(drafts.shape, UNSURE) if log_q is None else log_q[..., 0]
-        shares = share_out(log_chance, count, running, drafts.shape[0] * strategy.verify_tokens)
+        shares = share_out(
+            jnp.full(drafts.shape, UNSURE) if law is None else law, count, running, drafts.shape[0] * strategy.verify_tokens
+        )
         count = shares.drafts
         verdict, hidden, cache = shared_pass(config, params, chain, shares, state)
     else:
         hidden, cache = transformer.Transformer(config.model).apply(
             {"params": params}, chain, positions, attend=target.attention_of(config, positions), cache=state.cache
         )
-        verdict = _verdict(config, params, hidden, drafts, count, log_q, positions + 1, state)
+        verdict = _verdict(config, params, hidden, drafts, count, law, positions + 1, state)
     with jax.named_scope("verify"):
         if config.simulate_acceptance is not None:
             verdict = _simulated(verdict, config.simulate_acceptance, count, state.request_keys, positions + 1)
@@ -217,6 +218,7 @@ def _simulated(verdict: verify.Verdict, acceptance: float, offered, request_keys
 
 
 def _draft(config, strategy, drafter, params, drafter_params, state):
+    """Drafts, how many of them are usable, their law (of shared slots: their log-chance), and which rows had faults."""
     with jax.named_scope("draft"):
         own = drafter.advance(
             drafter_params,
@@ -236,7 +238,10 @@ def _draft(config, strategy, drafter, params, drafter_params, state):
     wrong = (proposal.tokens < 0) & (jnp.arange(strategy.depth) < proposal.count[:, None])
     bad = jnp.any(wrong, axis=1)
     count = jnp.where(bad, jnp.argmax(wrong, axis=1), proposal.count)
-    return jnp.maximum(proposal.tokens, 0), count, proposal.log_q, bad, state
+    law = proposal.log_q
+    if strategy.shares_slots:
+        law = proposal.log_chance if law is None or proposal.log_chance is not None else law[..., 0]
+    return jnp.maximum(proposal.tokens, 0), count, law, bad, state
 
 
 def guarded(draw: Draw) -> Draw:

@@ -31,11 +31,14 @@ class Proposal(NamedTuple):
         count: int32 `[B]`, how many of them are usable.
         log_q: float32 `[B, depth, V]`, the law each draft was drawn from; None for deterministic drafts (one-hot law) and
             where the verifier does not look at it.
+        log_chance: float32 `[B, depth]`, <= 0, how likely a drafter that copies believes each draft to stand, given those
+            before it. It decides who gets a slot of a shared pass, never what is committed. None where the law tells.
     """
 
     tokens: jax.Array
     count: jax.Array
     log_q: jax.Array | None
+    log_chance: jax.Array | None = None
 
 
 class Drafter(Protocol):

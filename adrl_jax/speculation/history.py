@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from adrl_jax.speculation.drafter import Draw, Proposal
-from adrl_jax.speculation.ngram import Match, agreeing, check_sizes, last_tokens
+from adrl_jax.speculation.ngram import Match, agreeing, check_sizes, last_tokens, log_chance
 
 SEPARATOR = -1
 """Stands between two texts of a reference; matches nothing and ends a copy."""
@@ -146,9 +146,9 @@ class History:
         source = start[..., None] + steps % period[..., None]
         copies = jnp.take_along_axis(text, jnp.minimum(source, size - 1).reshape(len(text), -1), axis=1)
         copies = jnp.where(source < size, copies.reshape(source.shape), SEPARATOR)
-        drafts, count = elect(copies, voting)
+        drafts, votes, voters = elect(copies, voting)
         found = jnp.where(voting[:, 0], jnp.minimum(level[:, 0], self.max_ngram), 0)
-        return Match(drafts, count, found)
+        return Match(drafts, jnp.sum(votes > 0, axis=1, dtype=jnp.int32), found, log_chance(found, votes, voters))
 
     def _searched(self, state: HistoryState, tokens: jax.Array, length: jax.Array) -> jax.Array:
         """The reference, a separator, and the row's own text if wanted, with separators for what is not filled."""
@@ -166,7 +166,7 @@ class History:
     ) -> tuple[Proposal, HistoryState]:
         """The match as a deterministic proposal."""
         match = self.match(state, tokens, length, depth)
-        return Proposal(match.tokens, match.count, None), state
+        return Proposal(match.tokens, match.count, None, match.log_chance), state
 
 
 def best_of(rank: jax.Array, count: int) -> jax.Array:
@@ -183,7 +183,7 @@ def best_of(rank: jax.Array, count: int) -> jax.Array:
     return jax.lax.scan(step, highest, None, length=count)[1].T
 
 
-def elect(copies: jax.Array, voting: jax.Array) -> tuple[jax.Array, jax.Array]:
+def elect(copies: jax.Array, voting: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Token by token, what most of the candidates have next; those that have something else do not vote any more.
 
     Args:
@@ -191,7 +191,7 @@ def elect(copies: jax.Array, voting: jax.Array) -> tuple[jax.Array, jax.Array]:
         voting: bool `[B, C]`, which of them count. Where votes are equal the first one's token is taken.
 
     Returns:
-        tokens int32 `[B, depth]`, 0 where nobody votes, and how many are elected, int32 `[B]`.
+        tokens int32 `[B, depth]`, 0 where nobody votes; the votes each got, and how many voted, int32 `[B, depth]`.
     """
 
     def step(voting, ids):
@@ -200,8 +200,8 @@ def elect(copies: jax.Array, voting: jax.Array) -> tuple[jax.Array, jax.Array]:
         votes = jnp.where(voting, jnp.sum(same, axis=-1, dtype=jnp.int32), 0)
         first = jnp.argmax(votes, axis=1)[:, None]
         chosen = jnp.take_along_axis(ids, first, axis=1)
-        any_votes = jnp.any(voting, axis=1)
-        return voting & (ids == chosen), (jnp.where(any_votes, chosen[:, 0], 0), any_votes)
+        voters = jnp.sum(voting, axis=1, dtype=jnp.int32)
+        return voting & (ids == chosen), (jnp.where(voters > 0, chosen[:, 0], 0), jnp.max(votes, axis=1), voters)
 
-    _, (tokens, elected) = jax.lax.scan(step, voting, jnp.moveaxis(copies, -1, 0))
-    return tokens.T, jnp.sum(elected, axis=0, dtype=jnp.int32)
+    _, found = jax.lax.scan(step, voting, jnp.moveaxis(copies, -1, 0))
+    return tuple(x.T for x in found)

@@ -134,13 +134,16 @@ class Merged:
 
         drawn = jax.lax.cond(jnp.all(copied), skip, ask, state.learned)
         copied |= (drawn.count == 0) & (match.count > 0)
-        log_q = drawn.log_q
-        if log_q is not None:
-            ids = jnp.arange(log_q.shape[-1], dtype=jnp.int32)
-            alone = log_q.shape[-1] == 1  # of the drawn ids only: a copied one is certain
-            one_hot = jnp.where(alone | (ids == match.tokens[..., None]), 0.0, -jnp.inf)
+        log_q, chance = drawn.log_q, drawn.log_chance
+        if log_q is not None and log_q.shape[-1] == 1:  # of the drawn ids only
+            chance = log_q[..., 0]
+        elif log_q is not None:
+            one_hot = jnp.where(jnp.arange(log_q.shape[-1]) == match.tokens[..., None], 0.0, -jnp.inf)
             log_q = jnp.where(copied[:, None, None], one_hot, log_q)
         proposal = Proposal(
-            jnp.where(copied[:, None], match.tokens, drawn.tokens), jnp.where(copied, match.count, drawn.count), log_q
+            jnp.where(copied[:, None], match.tokens, drawn.tokens),
+            jnp.where(copied, match.count, drawn.count),
+            log_q,
+            None if chance is None else jnp.where(copied[:, None], match.log_chance, chance),
         )
         return proposal, state

@@ -25,11 +25,29 @@ class Match(NamedTuple):
         count: int32 `[B]`, how many of them are usable, 0 where nothing matched.
         matched: int32 `[B]`, how many of the row's last tokens agree with those before the copied ones, at most `max_ngram`;
             0 where nothing matched.
+        log_chance: float32 `[B, depth]`, see `log_chance`.
     """
 
     tokens: jax.Array
     count: jax.Array
     matched: jax.Array
+    log_chance: jax.Array
+
+
+def log_chance(matched: jax.Array, votes: jax.Array, voters: jax.Array) -> jax.Array:
+    """How likely copied tokens are right: a share of the votes, to which the length of the match adds one vote in parts.
+
+    A draft that is looked at stands behind drafts that were right, so the match before it has grown by as many tokens.
+
+    Args:
+        matched: int32 `[B]`, tokens that agree before the first copied one.
+        votes, voters: int32 `[B, depth]`, votes for each token, of how many.
+
+    Returns:
+        float32 `[B, depth]`: `log((votes + n / (n + 2)) / (voters + 1))` with `n` tokens agreeing before.
+    """
+    agreed = (matched[:, None] + jnp.arange(votes.shape[1])).astype(jnp.float32)
+    return jnp.log((votes + jnp.maximum(agreed, 0.5) / (agreed + 2.0)) / (voters + 1.0))
 
 
 class NgramState(NamedTuple):
@@ -114,11 +132,13 @@ class Ngram:
         source = start[:, None] + jnp.arange(depth, dtype=jnp.int32) % period[:, None]
         drafts = jnp.take_along_axis(tokens, jnp.clip(source, 0, capacity - 1), axis=1)
         found = best >= 0
-        return Match(drafts, jnp.where(found, depth, 0).astype(jnp.int32), jnp.where(found, best // capacity, 0))
+        matched = jnp.where(found, best // capacity, 0)
+        alone = jnp.ones(drafts.shape, jnp.int32)
+        return Match(drafts, jnp.where(found, depth, 0).astype(jnp.int32), matched, log_chance(matched, alone, alone))
 
     def propose(
         self, params, target_params, state, tokens, length, hidden, draw: Draw, depth: int
     ) -> tuple[Proposal, NgramState]:
         """The match as a deterministic proposal."""
         match = self.match(state, tokens, length, depth)
-        return Proposal(match.tokens, match.count, None), state
+        return Proposal(match.tokens, match.count, None, match.log_chance), state

@@ -74,7 +74,7 @@ def settings(noise: str, seed: int, steps: int, train_prompts: int = PROMPTS) ->
     c.rollout.strategies = ("off", "history-d7")
     c.bandit.name, c.bandit.arm = "fixed", "history-d7"
     c.log.compare_repeats, c.log.tensorboard, c.log.report, c.log.samples_per_step = 0, False, False, 0
-    c.checkpoint.every, c.evaluation.every = 10_000, 0
+    c.checkpoint.every, c.evaluation.every = 10_000, steps
     return config.freeze(c)
 
 

@@ -18,7 +18,7 @@ from experiments.bench.sides import Side, say
 from experiments.configs import smollm2_arithmetic
 
 GROUPS, SIZE = 8, 8
-STRATEGIES = ("off", "history-d1", "history-d2", "history-d3", "history-d5")
+STRATEGIES = ("off", "history-d1", "history-d2", "history-d3", "history-d5", "history-d4-v2", "history-d6-v2", "history-d6-v3")
 
 
 def settings(args) -> config.Config:

@@ -122,6 +122,14 @@ def test_speculation_changes_nothing(name, kind):
     assert_same(run(Strategy(name, DEPTH), state), plain())
 
 
+@pytest.mark.parametrize("name", sorted(LOOKUPS))
+def test_slots_shared_by_votes_change_nothing_and_gain(name):
+    state = with_history(start(), store_of("siblings"), own_samples=False)
+    shared = run(Strategy(name, DEPTH, 1, 2), state)
+    assert_same(shared, plain())
+    assert accept_length(shared) > accept_length(run(Strategy(name, 1), state))  # as many slots, given equally
+
+
 def test_the_same_noise_again_commits_whole_blocks():
     state = with_history(start(), store_of("same noise"), own_samples=True)
     state = run(Strategy("history", DEPTH), state)

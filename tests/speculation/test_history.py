@@ -126,6 +126,17 @@ def test_votes_are_counted_token_by_token():
         np.testing.assert_array_equal(found.tokens[0, :3], expected)
 
 
+def test_its_own_confidence_is_the_share_of_votes_and_a_vote_of_the_match():
+    agreeing_two, split = [join([[5, 1, 2, 3, 4], [5, 1, 2, 3, 7]])], [join([[1, 2, 3], [1, 2, 4], [1, 2, 3]])]
+    found = match(History(SIZE, own_text=False), agreeing_two + split + [join([[1, 2, 9]])], [[5, 1, 2], [1, 2], [1, 2]])
+    assert found.count[0] == 2
+    chance = np.exp(np.asarray(found.log_chance, np.float64))
+    np.testing.assert_allclose(chance[0, :2], [(2 + 3 / 5) / 3, (1 + 4 / 6) / 3], rtol=1e-6)  # 3 of two, then 7 or 4
+    np.testing.assert_allclose(chance[1, 0], (2 + 2 / 4) / 4, rtol=1e-6)
+    np.testing.assert_allclose(chance[2, 0], (1 + 2 / 4) / 2, rtol=1e-6)
+    assert (found.log_chance <= 0).all() and np.isfinite(found.log_chance).all()
+
+
 def test_without_references_it_is_ngram():
     _, rows = random_case(seed=2)
     found = match(History(SIZE, 3, 1, votes=1), [[]] * len(rows), rows)
@@ -135,6 +146,7 @@ def test_without_references_it_is_ngram():
     np.testing.assert_array_equal(found.matched, plain.matched)
     usable = np.asarray(plain.count) > 0
     np.testing.assert_array_equal(found.tokens[usable], plain.tokens[usable])
+    np.testing.assert_allclose(found.log_chance[usable], plain.log_chance[usable], rtol=1e-6)
 
 
 def test_a_copy_ends_where_its_text_ends():

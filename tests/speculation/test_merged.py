@@ -85,6 +85,18 @@ def test_long_matches_are_copied_and_the_rest_is_drawn(method):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+def test_each_row_is_as_sure_as_the_drafter_that_speaks_for_it():
+    state, _, (tokens, length) = setting("coupled")
+    keys = jnp.asarray(noise.request_keys(0, np.arange(len(ROWS)), 0, 0))
+    draw = verify.make_draw("coupled", jnp.ones(len(ROWS)), keys, Law(), log_chance=True)
+    ask = (jnp.asarray(OTHER), None)
+    proposal, _ = MERGED.propose(*ask, state, tokens, length, None, draw, DEPTH)
+    drawn, _ = MERGED.learned.propose(*ask, state.learned, tokens, length, None, draw, DEPTH)
+    copied = LOOKUP.match(state.lookup, tokens, length, DEPTH)
+    expected = np.where((np.asarray(copied.matched) >= 3)[:, None], copied.log_chance, drawn.log_q[..., 0])
+    np.testing.assert_allclose(proposal.log_chance, expected, rtol=1e-6)
+
+
 def test_two_lookups_are_deterministic_together():
     drafter = Merged(LOOKUP, Ngram(1, 1), min_match=3)
     state, propose, _ = setting("rejection", drafter=drafter)
