@@ -67,7 +67,7 @@ test: $(VENV)/.test
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test
-	$(TEST_ENV) $(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(TEST_ENV) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
