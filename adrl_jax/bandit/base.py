@@ -24,11 +24,14 @@ class Context(NamedTuple):
         running: int32 `[]`, requests running, >= 1.
         batch: int32 `[]`, rows of the compiled program (batch bucket), >= `running`.
         cache: int32 `[]`, token capacity of a row (cache bucket), >= 1.
+        gap: float32 `[A]`, tokens a row that the arm's drafter would have to catch up on first; 0 where it knows all. One
+            number stands for all arms.
     """
 
     running: Any
     batch: Any
     cache: Any
+    gap: Any = 0.0
 
 
 class Report(NamedTuple):
@@ -47,6 +50,7 @@ class Report(NamedTuple):
         accepted: float32 `[D]`, how many of those stood.
         overhead: float32 `[]`, the part of `seconds` that went before the rounds: a drafter caught up with what was decoded
             without it. The next launch of the same arm will not pay it.
+        gap: float32 `[]`, tokens a row that it caught up on.
     """
 
     arm: Any
@@ -59,6 +63,7 @@ class Report(NamedTuple):
     examined: Any
     accepted: Any
     overhead: Any = 0.0
+    gap: Any = 0.0
 
 
 class Bandit(NamedTuple):
@@ -150,13 +155,15 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
     Raises (from `select` and `update`):
         ValueError: `running < 1`, `batch < running`, `cache < 1`, `arm` outside `[0, num_arms)`, `rounds < 1`, `tokens` not
             finite or negative, `seconds` not finite and positive, `examined` or `accepted` not `[D]`, or `accepted` outside
-            `[0, examined]`, `overhead` outside `[0, seconds)`.
+            `[0, examined]`, `overhead` outside `[0, seconds)`, `gap` negative, not finite, or neither a number nor `[A]`.
     """
     select, update = jax.jit(bandit.select), jax.jit(bandit.update)
 
     def checked_select(state, key, context):
         _require_sizes(context)
-        return select(state, key, Context(*(_scalar(x, np.int32) for x in context)))
+        _require_gap(context.gap, num_arms)
+        gap = np.broadcast_to(np.asarray(context.gap, np.float32), (num_arms,))
+        return select(state, key, Context(*(_scalar(x, np.int32) for x in context[:3]), gap))
 
     def checked_update(state, report):
         _require(report.arm, lambda x: 0 <= x < num_arms, "arm", f"must be in [0, {num_arms})")
@@ -167,13 +174,14 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
         if not isinstance(report.seconds, jax.core.Tracer):
             most = float(report.seconds)
             _require(report.overhead, lambda x: 0 <= x < most, "overhead", f"must be in [0, seconds={most})")
+        _require(report.gap, lambda x: 0 <= x < np.inf, "gap", "must be finite and >= 0")
         _require_counts(report, depth)
         return update(state, Report(*(_scalar(x, dtype) for x, dtype in zip(report, _REPORT_TYPES))))
 
     return Bandit(bandit.init, checked_select, checked_update)
 
 
-_REPORT_TYPES = (np.int32,) * 5 + (np.float32,) * 5
+_REPORT_TYPES = (np.int32,) * 5 + (np.float32,) * 6
 
 
 def _scalar(value, dtype):
@@ -194,6 +202,14 @@ def _require_sizes(sizes: Context | Report) -> None:
         least = float(sizes.running)
         _require(sizes.batch, lambda x: x >= least, "batch", f"must be at least running={sizes.running!r}")
     _require(sizes.cache, lambda x: x >= 1, "cache", "must be at least 1 token")
+
+
+def _require_gap(gap, num_arms: int) -> None:
+    if isinstance(gap, jax.core.Tracer):
+        return
+    value = np.asarray(gap, np.float64)
+    if value.shape not in ((), (num_arms,)) or not ((0 <= value) & (value < np.inf)).all():
+        raise ValueError(f"gap={value.tolist()} must be one number or {num_arms}, finite and >= 0")
 
 
 def _require_counts(report: Report, depth: int | None) -> None:

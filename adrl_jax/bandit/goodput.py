@@ -13,6 +13,10 @@ Where the draws say that a drafter may have changed since it was last seen, its 
 know. A purse bounds it all: it fills by a share of the time spent and is charged with what a launch is expected to lose. Where the
 arm most worth a try costs more than is in it, nothing else is tried either, or cheap looks at one drafter would for ever leave
 too little for a dear one.
+
+A drafter that was left out has to catch up before it drafts again. What that takes a token and row is learnt beside the rounds,
+and an arm that would have to do it is judged as if the cost came in parts, in each of the next launches. So a drafter is not
+switched on for little, nor off for a moment.
 """
 
 from collections.abc import Sequence
@@ -28,6 +32,8 @@ from adrl_jax.bandit.base import Arm, Bandit, Context, checked, report_depth
 PACE = 0.98  # discount of the running means of a launch's rounds and seconds
 DRAWS = 24  # from the beliefs, at each decision
 HORIZON = 4.0  # launches in which what an exploring launch shows is of use
+STAY = 4.0  # launches over which catching up is spread: as long as a drafter is taken to stay, once it has caught up
+CATCH_UP_GAIN = 0.3  # of the running mean of what catching up takes
 RESERVE = 2.0  # launches' time that the purse can hold, and holds after the first report
 
 
@@ -37,6 +43,7 @@ class GoodputState(NamedTuple):
     latency: belief about seconds a round.
     rounds, seconds: float32 `[]`, running means of a launch's rounds and seconds; 0 before the first report.
     purse: float32 `[]`, seconds that exploration may still lose.
+    catch_up: float32 `[drafters]`, seconds that catching up takes a token and row; 0 before it was seen.
     """
 
     acceptance: acceptance.Acceptance
@@ -44,6 +51,7 @@ class GoodputState(NamedTuple):
     rounds: jax.Array
     seconds: jax.Array
     purse: jax.Array
+    catch_up: jax.Array
 
 
 class Outlook(NamedTuple):
@@ -53,16 +61,25 @@ class Outlook(NamedTuple):
         tokens: float32 `[A]`, expected tokens a row and round.
         seconds: float32 `[A]`, expected seconds a round.
         deviation: float32 `[A]`, of the log of `seconds`.
+        entry: float32 `[A]`, seconds that catching up takes first.
+        spread: float32 `[]`, rounds over which that is spread.
     """
 
     tokens: jax.Array
     seconds: jax.Array
     deviation: jax.Array
+    entry: jax.Array
+    spread: jax.Array
+
+    @property
+    def pace(self) -> jax.Array:
+        """Seconds a round with its part of catching up, float32 `[A]`."""
+        return self.seconds + self.entry / self.spread
 
     @property
     def rate(self) -> jax.Array:
         """Tokens a row and second, float32 `[A]`."""
-        return self.tokens / self.seconds
+        return self.tokens / self.pace
 
     @property
     def loss(self) -> jax.Array:
@@ -95,11 +112,14 @@ def goodput(
     curves = acceptance.curves(strategies, deepest)
     depths = np.asarray([s.depth for s in strategies], np.int32)
     speculates, of_arm = jnp.asarray(depths > 0), jnp.asarray(curves.of_arm)
+    owners = sorted({acceptance.drafter_of(s) for s in strategies if s.depth > 0}) or [""]
+    owner = np.asarray([owners.index(acceptance.drafter_of(s)) if s.depth > 0 else 0 for s in strategies])
     same = jnp.asarray((curves.of_arm[:, None] == curves.of_arm) & (depths > 0))
 
     def init():
         zero = jnp.zeros((), jnp.float32)
-        return GoodputState(acceptance.init(curves), latency.init(layout), zero, zero, zero)
+        unseen = jnp.zeros(len(owners), jnp.float32)
+        return GoodputState(acceptance.init(curves), latency.init(layout), zero, zero, zero, unseen)
 
     def tokens_of(a):
         return acceptance.expected_tokens(a)[..., of_arm, depths]
@@ -107,13 +127,16 @@ def goodput(
     def look(state, context) -> Outlook:
         row, column = latency.locate(layout, context.batch, context.cache)
         log_seconds, deviation = latency.predict(state.latency, layout, row, column)
-        return Outlook(tokens_of(acceptance.means(state.acceptance)), jnp.exp(log_seconds), deviation)
+        rows = jnp.asarray(context.batch).astype(jnp.float32)
+        entry = jnp.where(speculates, state.catch_up[owner] * rows * context.gap, 0.0)
+        spread = STAY * jnp.maximum(state.rounds, 1.0)
+        return Outlook(tokens_of(acceptance.means(state.acceptance)), jnp.exp(log_seconds), deviation, entry, spread)
 
     def gains(state, key, outlook, best):
         """What each arm would show: by how much, in log-rate, it may beat `best` by all that running `best` would not tell."""
         accept_key, latency_key = jax.random.split(key)
         a, changed = acceptance.sample(state.acceptance, curves, accept_key, DRAWS, of_arm[best], jnp.asarray(depths)[best])
-        drawn = jnp.log(tokens_of(a) / outlook.seconds)  # [M, A]
+        drawn = jnp.log(tokens_of(a) / outlook.pace)  # [M, A]
         lead = drawn - drawn[:, best, None]
         noise = latency.told(outlook.deviation) * jax.random.normal(latency_key, drawn.shape)
         own = jnp.maximum(lead + noise, 0.0).mean(0)
@@ -126,7 +149,8 @@ def goodput(
     def select(state, key, context):
         outlook = look(state, context)
         best = jnp.argmax(outlook.rate)
-        price = outlook.loss * outlook.seconds * state.rounds
+        # What is tried once has paid for catching up whether it stays or not.
+        price = outlook.loss * outlook.pace * state.rounds + (1.0 - 1.0 / STAY) * outlook.entry
         worth = HORIZON * gains(state, key, outlook, best) - outlook.loss
         worth = jnp.where(price <= RESERVE * state.seconds, worth, 0.0).at[best].set(0.0)  # no purse ever holds the rest
         tried = jnp.argmax(worth)
@@ -134,7 +158,8 @@ def goodput(
 
     def update(state, report):
         arm, first = report.arm, state.seconds == 0
-        outlook = look(state, Context(report.running, report.batch, report.cache))
+        gap = jnp.where(jnp.asarray(owner) == jnp.asarray(owner)[arm], report.gap, 0.0)
+        outlook = look(state, Context(report.running, report.batch, report.cache, gap))
         row, column = latency.locate(layout, report.batch, report.cache)
         trials, stood = acceptance.evidence(report, jnp.asarray(depths)[arm])
         rounds = report.rounds.astype(jnp.float32)
@@ -145,6 +170,9 @@ def goodput(
         seconds = paced(state.seconds, report.seconds)
         purse = state.purse + exploration * report.seconds - jnp.where(first, 0.0, outlook.loss[arm] * report.seconds)
         most = RESERVE * seconds if exploration > 0 else 0.0
+        mean = state.catch_up[jnp.asarray(owner)[arm]]
+        seen = report.overhead / jnp.maximum(report.gap * report.batch.astype(jnp.float32), 1.0)
+        mean = jnp.where(report.gap > 0, jnp.where(mean > 0, mean + CATCH_UP_GAIN * (seen - mean), seen), mean)
         return GoodputState(
             acceptance.update(state.acceptance, curves, of_arm[arm], trials, stood),
             latency.update(
@@ -157,6 +185,7 @@ def goodput(
             paced(state.rounds, rounds),
             seconds,
             jnp.where(first, most, jnp.clip(purse, -most, most)),
+            state.catch_up.at[jnp.asarray(owner)[arm]].set(mean),
         )
 
     return checked(Bandit(init, select, update), len(strategies), deepest)

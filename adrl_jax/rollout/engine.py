@@ -70,6 +70,11 @@ class Engine:
         return -1 if self._served is None else self._served.version
 
     @property
+    def served(self) -> Served | None:
+        """The snapshot that calls of `generate` begin with, None before the first `publish`."""
+        return self._served
+
+    @property
     def params(self) -> Any:
         """What is published, None before the first `publish`."""
         return None if self._served is None else self._served.params

@@ -144,7 +144,7 @@ def decode_round(
         return tree_round(config, strategy, drafter, params, drafter_params, state)
     running = state.running
     if strategy.speculates:
-        drafts, count, law, bad, state = _draft(config, strategy, drafter, params, drafter_params, state)
+        drafts, count, law, bad, state = draft(config, strategy, drafter, params, drafter_params, state)
     else:
         batch = state.length.shape[0]
         drafts, count, law = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None
@@ -217,8 +217,14 @@ def _simulated(verdict: verify.Verdict, acceptance: float, offered, request_keys
     return verdict._replace(count=1 + jnp.minimum(jnp.sum(stands, axis=1), offered))
 
 
-def _draft(config, strategy, drafter, params, drafter_params, state):
-    """Drafts, how many of them are usable, their law (of shared slots: their log-chance), and which rows had faults."""
+def draft(config, strategy, drafter, params, drafter_params, state):
+    """The first half of a round, as `decode_round`.
+
+    Returns:
+        drafts int32 `[B, depth]`; how many of them are usable, int32 `[B]`; their law, `Proposal.log_q`, or for shared slots
+        their log-chance `[B, depth]`, or None; where the drafter gave something that is not a number, bool `[B]`; the state
+        with the drafter's own.
+    """
     with jax.named_scope("draft"):
         own = drafter.advance(
             drafter_params,

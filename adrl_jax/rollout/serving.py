@@ -177,7 +177,8 @@ class Serving(Entrance):
             key = _fold_in(self.bandit_key, np.uint32(index))
             cache = max(self.state.capacity, self.config.capacity(self.slots.needed(OFF, self.config.rounds_per_launch)))
             running = int(self.slots.running.sum())
-            arm = int(self.bandit.select(self.bandit_state, key, Context(running, self._batch(), cache)))
+            gaps = np.array([self._gap(s) for s in strategies], np.float32)
+            arm = int(self.bandit.select(self.bandit_state, key, Context(running, self._batch(), cache, gaps)))
         if not 0 <= arm < len(strategies):
             raise ValueError(f"arm {arm} of launch {index} is not one of the {len(strategies)} strategies")
         return arm, strategies[arm]
@@ -224,14 +225,19 @@ class Serving(Entrance):
             self.state = jax.block_until_ready(self.programs(key, function, (state, rows.astype(np.int32))))
         self.slots = self.slots.take(rows)
 
-    def _catch_up(self, strategy: Strategy) -> None:
-        """Before a speculative launch: brings its drafter to where a round's own catch-up is wide enough.
+    def _gap(self, strategy: Strategy) -> int:
+        """Tokens a row that the strategy's drafter has to be caught up on; 0 where a round's own catch-up is wide enough.
 
         The host knows the largest gap from the last launch, so nothing is read here.
         """
-        if not strategy.speculates or self.missing[strategy.drafter] <= strategy.depth + 1:
+        gap = self.missing[strategy.drafter] if strategy.speculates else 0
+        return gap if gap > strategy.depth + 1 else 0
+
+    def _catch_up(self, strategy: Strategy) -> None:
+        """Before a speculative launch: brings its drafter to where a round's own catch-up is wide enough."""
+        name, gap = strategy.drafter, self._gap(strategy)
+        if not gap:
             return
-        name, gap = strategy.drafter, self.missing[strategy.drafter]
         args = (self.served.params, self.served.drafter_params[name])
         with self._on_device("catch_up", drafter=name, tokens=gap):
             while gap > strategy.depth + 1:
@@ -262,7 +268,7 @@ class Serving(Entrance):
         own = self.served.drafter_params[strategy.drafter] if strategy.speculates else None
         key = ("launch", strategy, self.round_config.law, batch, capacity)
         function = functools.partial(rounds.launch, self.round_config, strategy, drafters)
-        before = len(self.programs), self.programs.compile_seconds
+        before, gap = (len(self.programs), self.programs.compile_seconds), self._gap(strategy)
         began = time.perf_counter()
         self._refer(strategy)
         self._catch_up(strategy)
@@ -299,6 +305,7 @@ class Serving(Entrance):
             accepted=tuple(summary.accepted.tolist()),
             faults=summary.faults,
             catch_up_seconds=caught_up,
+            catch_up_tokens=gap,
         )
         if record.tokens < 1:
             raise RuntimeError(f"launch {self.done} ({strategy.name}) committed no token")

@@ -24,6 +24,7 @@ class LaunchRecord:
         examined, accepted: by depth, drafts that were looked at and those that stood (`Tally`); empty for plain launches.
         faults: row-passes in which the drafter gave something that is not a number.
         catch_up_seconds: the part of `seconds` in which the drafter caught up.
+        catch_up_tokens: how many tokens it caught up on, in the row that lacked most.
     """
 
     arm: int
@@ -41,6 +42,7 @@ class LaunchRecord:
     accepted: tuple[int, ...] = ()
     faults: int = 0
     catch_up_seconds: float = 0.0
+    catch_up_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,4 +153,5 @@ def report_of(record: LaunchRecord, deepest: int) -> Report:
         padded(record.examined),
         padded(record.accepted),
         record.catch_up_seconds,
+        record.catch_up_tokens,
     )

@@ -1,8 +1,8 @@
 """Workload `grid`: batches of 1, 2, 4, 8, 16 and 32 equal requests of 64 tokens; every strategy, and goodput choosing.
 
 `adaptive_over_best` is goodput's speed over that of the best strategy of its row, judged on interleaved pairs;
-`adaptive_over_plain` the same over plain decoding. `--json` also carries the latency table and the acceptance; `--table=FILE`
-writes them as `experiments.bench.bandit --tables` reads them.
+`adaptive_over_plain` the same over plain decoding; `draft_share` what drafting takes of a round. `--json` also carries the
+latency table and the acceptance; `--table=FILE` writes them as `experiments.bench.bandit --tables` reads them.
 """
 
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 from adrl_jax.bandit.goodput import goodput
 from adrl_jax.models.transformer import engine_layout
 from adrl_jax.types import Request, SamplingParams
-from experiments.bench import form, ideal, sides
+from experiments.bench import draft_share, form, ideal, sides
 from experiments.bench.rollout_longtail import prompts, strategies, write_table
 from experiments.bench.sides import Side, say
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 TOKENS = 64
+SHARES_AT = (1, 4, 16)  # batches at which the drafter's part of a round is timed
 
 
 def run(args) -> tuple[dict[str, Any], dict[str, str]]:
@@ -63,6 +64,8 @@ def run(args) -> tuple[dict[str, Any], dict[str, str]]:
         say(f"batch {batch}: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()) + " tokens/s")
     results["seconds_per_round"] = ideal.by_arm(ideal.latencies(launches), arms)
     results["acceptance"] = {name: c.tolist() for name, c in ideal.acceptance(launches, arms).items()}
+    learned = [s for s in arms if s.drafter in drafter_params]
+    results["draft_share"] = draft_share.shares(engine, learned, SHARES_AT)
     if args.table:
         write_table(args, launches, arms, max(BATCHES))
     print(table(results["cells"]))

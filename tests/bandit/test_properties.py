@@ -190,11 +190,18 @@ def test_senseless_contexts_are_errors(bandit, field, value):
         bandit.select(bandit.init(), key(0), context(5, **{field: value}))
 
 
+@pytest.mark.parametrize("gap", [-1.0, float("nan"), [0.0, 1.0], [[0.0] * len(ARMS)], [0.0] * (len(ARMS) - 1) + [-2.0]])
+def test_senseless_gaps_are_errors(bandit, gap):
+    with pytest.raises(ValueError, match=r"gap=.* must be one number or 5"):
+        bandit.select(bandit.init(), key(0), context(5)._replace(gap=gap))
+
+
 @pytest.mark.parametrize(
     "field, value",
     [("arm", 5), ("arm", -1), ("batch", 1), ("cache", 0), ("rounds", 0), ("tokens", -2.0), ("tokens", float("inf"))]
     + [("seconds", value) for value in (0.0, -1.0, float("nan"), float("inf"))]
-    + [("overhead", value) for value in (-0.5, 1.0, float("nan"))],
+    + [("overhead", value) for value in (-0.5, 1.0, float("nan"))]
+    + [("gap", value) for value in (-1.0, float("inf"), float("nan"))],
 )
 def test_senseless_reports_are_errors(bandit, field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
