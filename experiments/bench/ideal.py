@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from adrl_jax.bandit.acceptance import curve_name
 from adrl_jax.rollout.stats import LaunchRecord
 from adrl_jax.speculation.strategy import Strategy
 
@@ -34,17 +35,19 @@ def latencies(launches: Iterable[LaunchRecord]) -> Latency:
 
 
 def acceptance(launches: Iterable[LaunchRecord], arms: Sequence[Strategy]) -> dict[str, np.ndarray]:
-    """By drafter and width (`eagle`, `eagle-w4`): the chance that a draft of each depth stands, all before it having stood.
+    """By curve (`eagle`, `eagle-v3`, `eagle-w4-v16`): the chance that a draft of each depth stands, all before it having stood.
 
-    float64 `[D]`; depths never looked at take the value of the deepest that was.
+    float64 `[D]`; depths never looked at take the value of the deepest that was. Where slots are shared, a draft without a
+    slot did not stand.
     """
     totals: dict[str, np.ndarray] = {}
     deepest = max([1, *(s.depth for s in arms)])
     for x in launches:
         strategy = arms[x.arm]
         if strategy.speculates:
-            counts = totals.setdefault(family(strategy), np.zeros((2, deepest)))
-            counts[0, : len(x.examined)] += x.examined
+            counts = totals.setdefault(curve_name(strategy), np.zeros((2, deepest)))
+            came = (x.accept_passes, *x.accepted[:-1]) if strategy.shares_slots else x.examined
+            counts[0, : len(came)] += came
             counts[1, : len(x.accepted)] += x.accepted
     found = {}
     for name, (examined, accepted) in totals.items():
@@ -56,16 +59,11 @@ def acceptance(launches: Iterable[LaunchRecord], arms: Sequence[Strategy]) -> di
     return found
 
 
-def family(strategy: Strategy) -> str:
-    """What acceptance is shared by: the drafter, and the width of its trees."""
-    return strategy.drafter if strategy.width == 1 else f"{strategy.drafter}-w{strategy.width}"
-
-
 def expected_tokens(strategy: Strategy, chances: Mapping[str, np.ndarray]) -> float:
     """Tokens a round commits to a row: 1 + the chances that the first, first two, … drafts all stand."""
     if not strategy.speculates:
         return 1.0
-    return 1.0 + float(np.cumprod(chances[family(strategy)][: strategy.depth]).sum())
+    return 1.0 + float(np.cumprod(chances[curve_name(strategy)][: strategy.depth]).sum())
 
 
 def seconds(

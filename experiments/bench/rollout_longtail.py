@@ -28,7 +28,7 @@ from experiments.bench.sides import SEED, Side, say
 LENGTHS = [32] * 20 + [96] * 8 + [256] * 3 + [512]
 MAX_PROMPT = 128
 TARGET_SPEEDUP = 1.7  # TLT's
-DEPTHS = (1, 2, 3, 4, 6)
+DRAFTED = (*(Strategy("eagle", d) for d in (1, 2, 3, 4, 6)), Strategy("eagle", 4, 1, 2))
 LEARNING_RUNS = 2  # rollouts in which controllers learn before they are measured
 
 
@@ -52,7 +52,7 @@ def requests(model: weights.Model, data: str | None) -> list[Request]:
 
 
 def strategies(drafted: bool) -> tuple[Strategy, ...]:
-    return (OFF, *(Strategy("eagle", d) for d in DEPTHS)) if drafted else (OFF, Strategy("ngram", 2), Strategy("ngram", 4))
+    return (OFF, *DRAFTED) if drafted else (OFF, Strategy("ngram", 2), Strategy("ngram", 4))
 
 
 def run(args) -> tuple[dict[str, Any], dict[str, str]]:
@@ -161,8 +161,10 @@ def _ideal(ours: dict[str, Side], arms, batches, work, records) -> dict[str, Any
     plain = prefill + decode(chances, batches, allowed=[0])
     best = prefill + decode(chances, batches)
 
+    equal = [arm for arm, s in enumerate(arms) if not s.shares_slots]  # others would need a chance for each number of slots
+
     def ideal_of(chance: float) -> float:
-        return prefill + decode({name: np.full(len(c), chance) for name, c in chances.items()}, batches)
+        return prefill + decode({name: np.full(len(c), chance) for name, c in chances.items()}, batches, allowed=equal)
 
     allowed = plain / best
     reached = form.ratio(records["off"], records["goodput"]).median

@@ -38,6 +38,15 @@ def test_tables_are_read_off_launches():
     np.testing.assert_allclose(shallow, 0.75)  # deeper ones were never looked at
 
 
+def test_of_shared_slots_a_draft_without_one_did_not_stand():
+    arms = (OFF, Strategy("eagle", 3, 1, 2), Strategy("eagle", 3))
+    shared = dataclasses.replace(record(1, 2, 5.0, (6, 5, 2), (5, 3, 1)), accept_passes=8)
+    chances = ideal.acceptance([shared, record(2, 2, 6.0, (4, 3, 1), (3, 1, 0))], arms)
+    np.testing.assert_allclose(chances["eagle-v2"], [5 / 8, 3 / 5, 1 / 3])
+    np.testing.assert_allclose(chances["eagle"], [3 / 4, 1 / 3, 0])
+    assert ideal.expected_tokens(arms[1], chances) == pytest.approx(1 + (5 + 3 + 1) / 8)
+
+
 def test_the_accept_length_that_a_speed_up_needs():
     def ideal_of(chance):
         return 10 / (1 + chance + chance**2)  # depth 2 at no cost
