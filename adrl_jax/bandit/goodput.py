@@ -15,8 +15,8 @@ arm most worth a try costs more than is in it, nothing else is tried either, or 
 too little for a dear one.
 
 A drafter that was left out has to catch up before it drafts again. What that takes a token and row is learnt beside the rounds,
-and an arm that would have to do it is judged as if the cost came in parts, in each of the next launches. So a drafter is not
-switched on for little, nor off for a moment.
+and so is for how many launches it then stays: an arm that would have to catch up is judged as if the cost came in parts, in each
+of so many launches. So a drafter is not switched on for little, nor off for a moment.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ from adrl_jax.bandit.base import Arm, Bandit, Context, checked, report_depth
 PACE = 0.98  # discount of the running means of a launch's rounds and seconds
 DRAWS = 24  # from the beliefs, at each decision
 HORIZON = 4.0  # launches in which what an exploring launch shows is of use
-STAY = 4.0  # launches over which catching up is spread: as long as a drafter is taken to stay, once it has caught up
-CATCH_UP_GAIN = 0.3  # of the running mean of what catching up takes
+STAY = 4.0  # launches that a drafter is taken to stay once it has caught up, before that was seen
+CATCH_UP_GAIN = 0.3  # of the running means of what catching up takes and how long it serves
 RESERVE = 2.0  # launches' time that the purse can hold, and holds after the first report
 
 
@@ -44,6 +44,8 @@ class GoodputState(NamedTuple):
     rounds, seconds: float32 `[]`, running means of a launch's rounds and seconds; 0 before the first report.
     purse: float32 `[]`, seconds that exploration may still lose.
     catch_up: float32 `[drafters]`, seconds that catching up takes a token and row; 0 before it was seen.
+    stay: float32 `[drafters]`, launches that it served for, a running mean.
+    since: float32 `[drafters]`, launches it has served for this time; 0 before the first.
     """
 
     acceptance: acceptance.Acceptance
@@ -52,6 +54,8 @@ class GoodputState(NamedTuple):
     seconds: jax.Array
     purse: jax.Array
     catch_up: jax.Array
+    stay: jax.Array
+    since: jax.Array
 
 
 class Outlook(NamedTuple):
@@ -62,19 +66,21 @@ class Outlook(NamedTuple):
         seconds: float32 `[A]`, expected seconds a round.
         deviation: float32 `[A]`, of the log of `seconds`.
         entry: float32 `[A]`, seconds that catching up takes first.
-        spread: float32 `[]`, rounds over which that is spread.
+        stay: float32 `[A]`, launches over which that is spread.
+        rounds: float32 `[]`, of a launch.
     """
 
     tokens: jax.Array
     seconds: jax.Array
     deviation: jax.Array
     entry: jax.Array
-    spread: jax.Array
+    stay: jax.Array
+    rounds: jax.Array
 
     @property
     def pace(self) -> jax.Array:
         """Seconds a round with its part of catching up, float32 `[A]`."""
-        return self.seconds + self.entry / self.spread
+        return self.seconds + self.entry / (self.stay * self.rounds)
 
     @property
     def rate(self) -> jax.Array:
@@ -119,7 +125,9 @@ def goodput(
     def init():
         zero = jnp.zeros((), jnp.float32)
         unseen = jnp.zeros(len(owners), jnp.float32)
-        return GoodputState(acceptance.init(curves), latency.init(layout), zero, zero, zero, unseen)
+        return GoodputState(
+            acceptance.init(curves), latency.init(layout), zero, zero, zero, unseen, jnp.full(len(owners), STAY), unseen
+        )
 
     def tokens_of(a):
         return acceptance.expected_tokens(a)[..., of_arm, depths]
@@ -129,8 +137,14 @@ def goodput(
         log_seconds, deviation = latency.predict(state.latency, layout, row, column)
         rows = jnp.asarray(context.batch).astype(jnp.float32)
         entry = jnp.where(speculates, state.catch_up[owner] * rows * context.gap, 0.0)
-        spread = STAY * jnp.maximum(state.rounds, 1.0)
-        return Outlook(tokens_of(acceptance.means(state.acceptance)), jnp.exp(log_seconds), deviation, entry, spread)
+        return Outlook(
+            tokens_of(acceptance.means(state.acceptance)),
+            jnp.exp(log_seconds),
+            deviation,
+            entry,
+            state.stay[owner],
+            jnp.maximum(state.rounds, 1.0),
+        )
 
     def gains(state, key, outlook, best):
         """What each arm would show: by how much, in log-rate, it may beat `best` by all that running `best` would not tell."""
@@ -150,7 +164,7 @@ def goodput(
         outlook = look(state, context)
         best = jnp.argmax(outlook.rate)
         # What is tried once has paid for catching up whether it stays or not.
-        price = outlook.loss * outlook.pace * state.rounds + (1.0 - 1.0 / STAY) * outlook.entry
+        price = outlook.loss * outlook.pace * state.rounds + (1.0 - 1.0 / outlook.stay) * outlook.entry
         worth = HORIZON * gains(state, key, outlook, best) - outlook.loss
         worth = jnp.where(price <= RESERVE * state.seconds, worth, 0.0).at[best].set(0.0)  # no purse ever holds the rest
         tried = jnp.argmax(worth)
@@ -158,7 +172,8 @@ def goodput(
 
     def update(state, report):
         arm, first = report.arm, state.seconds == 0
-        gap = jnp.where(jnp.asarray(owner) == jnp.asarray(owner)[arm], report.gap, 0.0)
+        who = jnp.asarray(owner)[arm]
+        gap = jnp.where(jnp.asarray(owner) == who, report.gap, 0.0)
         outlook = look(state, Context(report.running, report.batch, report.cache, gap))
         row, column = latency.locate(layout, report.batch, report.cache)
         trials, stood = acceptance.evidence(report, jnp.asarray(depths)[arm])
@@ -170,9 +185,12 @@ def goodput(
         seconds = paced(state.seconds, report.seconds)
         purse = state.purse + exploration * report.seconds - jnp.where(first, 0.0, outlook.loss[arm] * report.seconds)
         most = RESERVE * seconds if exploration > 0 else 0.0
-        mean = state.catch_up[jnp.asarray(owner)[arm]]
+        mean, stay, since = state.catch_up[who], state.stay[who], state.since[who]
+        again = report.gap > 0
         seen = report.overhead / jnp.maximum(report.gap * report.batch.astype(jnp.float32), 1.0)
-        mean = jnp.where(report.gap > 0, jnp.where(mean > 0, mean + CATCH_UP_GAIN * (seen - mean), seen), mean)
+        mean = jnp.where(again, jnp.where(mean > 0, mean + CATCH_UP_GAIN * (seen - mean), seen), mean)
+        stay = jnp.where(again & (since > 0), stay + CATCH_UP_GAIN * (since - stay), stay)
+        since = jnp.where(speculates[arm], jnp.where(again, 1.0, since + 1.0), since)
         return GoodputState(
             acceptance.update(state.acceptance, curves, of_arm[arm], trials, stood),
             latency.update(
@@ -185,7 +203,9 @@ def goodput(
             paced(state.rounds, rounds),
             seconds,
             jnp.where(first, most, jnp.clip(purse, -most, most)),
-            state.catch_up.at[jnp.asarray(owner)[arm]].set(mean),
+            state.catch_up.at[who].set(mean),
+            state.stay.at[who].set(stay),
+            state.since.at[who].set(since),
         )
 
     return checked(Bandit(init, select, update), len(strategies), deepest)

@@ -182,6 +182,25 @@ def test_a_drafter_that_must_catch_up_first_has_to_be_worth_it(rows):
     assert pick(cheap, 64) == 1
 
 
+def test_how_long_a_drafter_stays_decides_what_catching_up_may_cost():
+    """The same gain, the same cost: worth it where a stretch lasts, not where every launch begins with it."""
+    arms = (OFF, Strategy("eagle", 2))
+    bandit, seconds = goodput(arms, BATCHES, exploration=0.0), (0.010, 0.014)
+    picks = {}
+    for stretch in (1, 40):
+        state = bandit.init()
+        for i in range(160):
+            plain = steady(0, 4, {"eagle": 0.6}, seconds, arms=arms, depth=2)
+            drafted = steady(1, 4, {"eagle": 0.6}, seconds, arms=arms, depth=2)
+            again = i % stretch == 0
+            cost = 0.05 * again
+            drafted = drafted._replace(seconds=drafted.seconds + cost, overhead=cost, gap=64.0 * again)
+            for report_ in (plain, drafted):
+                state = bandit.update(state, report_)
+        picks[stretch] = int(bandit.select(state, key(0), context(4)._replace(gap=gapped(arms, 64))))
+    assert picks == {1: 0, 40: 1}
+
+
 def test_catching_up_on_one_drafter_says_nothing_of_another():
     seconds = linear()
     state, _ = drive(GREEDY, GREEDY.init(), 60, {"eagle": 0.9, "ngram": 0.2}, seconds, lambda _: 4)
