@@ -27,7 +27,7 @@ def shares(engine: Engine, strategies: Sequence[Strategy], batches: Sequence[int
     for strategy in strategies:
         drafter, own = served.drafters[strategy.drafter], served.drafter_params.get(strategy.drafter)
         for batch in batches:
-            state = _rows(engine, batch)
+            state = jax.jit(functools.partial(_rows, engine, batch))()  # a buffer of its own for each array, to be donated
             state = rounds.catch_up(drafter, LENGTH, served.params, own, state)
             drafts = jax.jit(functools.partial(_drafts, config, strategy, drafter))
             whole = jax.jit(functools.partial(rounds.decode_round, config, strategy, drafter), donate_argnums=2)
