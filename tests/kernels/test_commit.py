@@ -99,6 +99,10 @@ def test_bad_arguments_are_refused():
     }.items():
         with pytest.raises(ValueError, match=expected):
             api.commit(*arguments, implementation="xla")
+    paged = commit_case(*CASES["pages"])
+    table = paged[0].table
+    with pytest.raises(ValueError, match="cache.table names page -1 where a row has tokens, must be 0 to 9"):
+        api.commit(paged[0]._replace(table=table.at[1, 1].set(-1)), *paged[1:], implementation="interpret")
     quantized, nodes = attention_case(int8=True)[1], attention_case(int8=True)[0]
     with pytest.raises(ValueError, match="cache is int8"):
         api.commit(quantized, nodes.keys, nodes.values, path[:3], start[:3], count[:3], implementation="interpret")

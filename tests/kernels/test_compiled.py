@@ -31,7 +31,7 @@ def test_each_op_compiles_for_a_chip(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, op", itertools.product(shapes.MODELS, shapes.OPS))
+@pytest.mark.parametrize("model, op", list(itertools.product(shapes.MODELS, shapes.OPS)))
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16), ids=lambda d: d.__name__)
 def test_every_op_compiles_for_every_chip(chip, model, op, dtype):
@@ -86,6 +86,16 @@ def test_counted_bytes_are_those_of_the_compiled_program(op):
     touched = memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert sum(moved.values()) == pytest.approx(touched, rel=0.1)
     assert memory.temp_size_in_bytes < 0.05 * touched
+
+
+def test_commits_happen_in_place():
+    """The compiled program's results are its cache, and it takes no copy of it."""
+    case = shapes.OPS["commit"](QWEN, 16, 8, jnp.bfloat16)
+    memory = compiled(case, "v5e").memory_analysis()
+    cache = sum(x.size * 2 for x in case.args[0][:2])
+    assert memory.alias_size_in_bytes == cache
+    assert memory.output_size_in_bytes < cache + 4096  # and the table of results
+    assert memory.temp_size_in_bytes < 0.01 * cache
 
 
 def test_a_chips_limits_are_met_at_compile_time():
