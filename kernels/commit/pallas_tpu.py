@@ -58,6 +58,7 @@ def plan(cache: Cache, nodes: int, length: int) -> Plan:
         dtype,
         (None, kv_heads, dim, key_size),
         lambda b, i, *s: (s[0][b * steps + i], 0, 0, s[1][b * steps + i]),
+        partial=True,
     )
     values = Operand(
         "values",
@@ -65,6 +66,7 @@ def plan(cache: Cache, nodes: int, length: int) -> Plan:
         dtype,
         (None, kv_heads, value_size, dim),
         lambda b, i, *s: (s[4][b * steps + i], 0, s[5][b * steps + i], 0),
+        partial=True,
     )
 
     def fresh(*shape):
