@@ -101,7 +101,7 @@ def test_bad_arguments_are_refused():
             api.commit(*arguments, implementation="xla")
     paged = commit_case(*CASES["pages"])
     table = paged[0].table
-    with pytest.raises(ValueError, match="cache.table names page -1 where a row has tokens, must be 0 to 9"):
+    with pytest.raises(ValueError, match=r"cache\.table names page -1 where a row has tokens, must be 0 to 9"):
         api.commit(paged[0]._replace(table=table.at[1, 1].set(-1)), *paged[1:], implementation="interpret")
     quantized, nodes = attention_case(int8=True)[1], attention_case(int8=True)[0]
     with pytest.raises(ValueError, match="cache is int8"):
