@@ -83,7 +83,7 @@ def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of)
 def test_the_drafters_passes_use_the_engines_kernels():
     config = EngineConfig(0, (1,), strategies=(OFF, CHAIN), kernels="interpret")
     eagle = Eagle(TARGET)
-    drafters = Engine(TARGET, config, {"eagle": eagle, "merged": Merged(Ngram(), eagle), "ngram": Ngram()}).drafters
+    drafters = Engine(TARGET, config, {"eagle": eagle, "merged": Merged(Ngram(), eagle, 3), "ngram": Ngram()}).drafters
     assert drafters["eagle"].kernels == drafters["merged"].learned.kernels == "interpret"
     assert drafters["ngram"] == Ngram() and eagle.kernels == "xla"
     assert Engine(TARGET, dataclasses.replace(config, kernels="auto"), {"eagle": eagle}).drafters["eagle"] == eagle
