@@ -1,5 +1,7 @@
 """Small helpers of the Mosaic GPU kernels: register layouts, which interpreters on CPUs do not know."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,9 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 MATRIX = plgpu.Layout.WGMMA
 COLUMN = plgpu.Layout.WGMMA.reduce(1)
+
+# jax 0.10 wants an index beside the reference, which later versions do without.
+_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def full(shape: tuple[int, ...], value: float, layout, interpreted: bool) -> jax.Array:
@@ -35,7 +40,7 @@ def across(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 def column(ref, interpreted: bool) -> jax.Array:
     """One number a row from shared memory, as sums along a product's rows lie."""
-    return ref[...] if interpreted else plgpu.load(ref, (), layout=COLUMN)
+    return ref[...] if interpreted else plgpu.load(ref, *_WHOLE, layout=COLUMN)
 
 
 def gumbel(random_bits: jax.Array) -> jax.Array:

@@ -27,6 +27,8 @@ class Operand:
         block: block sizes, None for a dimension of size 1 that the kernel does not see.
         index: `(*grid indices, *scalar arrays) -> block indices`; plain indexing and integer arithmetic only, since it is also run
             on NumPy values.
+        partial: the call reads parts of the array only. Such an array stays in HBM; others XLA may bring into VMEM as a whole
+            before the call, where there is room.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Operand:
     dtype: Any
     block: tuple[int | None, ...]
     index: Callable[..., tuple[Any, ...]]
+    partial: bool = False
 
     @property
     def spec(self) -> pl.BlockSpec:
@@ -81,6 +84,11 @@ class Plan:
             out_specs=[x.spec for x in self.outputs],
             scratch_shapes=list(self.scratch),
         )
+        if interpret is False:
+            arrays = [
+                pltpu.with_memory_space_constraint(x, pltpu.HBM) if operand.partial else x
+                for operand, x in zip(self.inputs, arrays, strict=True)
+            ]
         return pl.pallas_call(
             kernel,
             grid_spec=spec,

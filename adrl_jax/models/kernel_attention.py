@@ -18,6 +18,9 @@ from adrl_kernels.verify_attention.arguments import Cache, Nodes
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import KVCache, TreeCache
 
+MAX_TOKENS = 64
+"""Fresh tokens a row that every kernel takes; a longer chunk is a prefill, which stays with XLA."""
+
 
 def problem(kernels: str, config: ModelConfig, nodes: int, batch: int, capacity: int) -> str | None:
     """What keeps these kernels from verifying `nodes` tokens a row of this model, None where nothing does."""

@@ -60,6 +60,7 @@ class Engine:
             raise ValueError(f"EngineConfig.max_length={config.max_length} exceeds the model's max_positions={limit}")
         kernels = target.resolve(config.kernels, model_config, config.strategies, config.max_batch)
         self.config = dataclasses.replace(config, kernels=kernels)
+        self.drafters = {name: target.with_kernels(drafter, kernels) for name, drafter in self.drafters.items()}
         self.programs = Programs()
         self.drafter_version = -1
         self.collect: Callable[[Rollout, np.ndarray], None] | None = None

@@ -5,6 +5,7 @@ What is computed does not depend on it: the same random bits, the same law, sums
 Shapes as in `round`.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,7 @@ from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import cached_attention
 from adrl_jax.sampling import noise
 from adrl_jax.sampling.law import choose
+from adrl_jax.speculation.drafter import Drafter
 from adrl_jax.speculation.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -44,6 +46,17 @@ def resolve(kernels: str, model: ModelConfig, strategies: tuple[Strategy, ...], 
         return attending or drawing.problem(hidden, weight, 1)
 
     return choice.resolve("engine", kernels, problem)
+
+
+def with_kernels(drafter: Drafter, kernels: str) -> Drafter:
+    """The drafter with `kernels` for its attention, where it has a say in that.
+
+    Its draws stay with XLA. Those of a chain need logits of one position a row, few bytes beside the weights that are read;
+    trees also weigh their nodes by sums over the vocabulary that `sample_head` does not make.
+    """
+    if hasattr(drafter, "learned"):
+        return dataclasses.replace(drafter, learned=with_kernels(drafter.learned, kernels))
+    return dataclasses.replace(drafter, kernels=kernels) if hasattr(drafter, "kernels") else drafter
 
 
 def attention_of(config: "RoundConfig", positions: jax.Array):

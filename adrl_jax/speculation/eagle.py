@@ -23,6 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from adrl_jax.models import kernel_attention
 from adrl_jax.models.families import ModelConfig
 from adrl_jax.models.kv_cache import KVCache, cached_attention, init_cache
 from adrl_jax.models.projection import project
@@ -197,12 +198,14 @@ class Eagle:
     Attributes:
         config: the target's sizes and traits.
         draft_vocab_size: V', how many ids may be drafted; None drafts any, and then the parameters hold no map.
+        kernels: who computes the attention of a chain's passes, see `adrl_kernels.choice`; not `auto`. An engine sets it.
     """
 
     config: ModelConfig
     name: str = "eagle"
     uses_hidden: bool = True
     draft_vocab_size: int | None = None
+    kernels: str = "xla"
 
     def __post_init__(self):
         size, vocab = self.draft_vocab_size, self.config.vocab_size
@@ -292,7 +295,7 @@ class Eagle:
         hidden = hidden[..., : self.target.hidden_channels]
         features, ids, _ = inputs(hidden, tokens, places, entries, entries + 1)
         predicted, cache = predict(
-            params, target_params, self.config, features, ids, entries, cached_attention(entries), state.cache
+            params, target_params, self.config, features, ids, entries, self._attention(entries), state.cache
         )
         filled = jnp.clip(start + width, state.length, jnp.maximum(length - 1, state.length))
         last = jnp.clip(filled - 1 - start, 0, width - 1)
@@ -309,7 +312,7 @@ class Eagle:
             feature, cache = carry
             positions = (length - 1 + index)[:, None]
             feature, cache = predict(
-                params, target_params, self.config, feature, ids, positions, cached_attention(positions), cache
+                params, target_params, self.config, feature, ids, positions, self._attention(positions), cache
             )
             return self.draft_logits(params, target_params, feature), (feature, cache)
 
@@ -319,3 +322,9 @@ class Eagle:
         complete = (state.length == length - 1) & (length >= 2)
         count = jnp.where(complete, depth, 0).astype(jnp.int32)
         return Proposal(drafts, count, log_q), state._replace(cache=cache)
+
+    def _attention(self, positions: jax.Array) -> Attend:
+        """Over what a row's entries see. Catching up on more entries than a verify pass has nodes is a prefill: XLA's."""
+        if self.kernels == "xla" or positions.shape[1] > kernel_attention.MAX_TOKENS:
+            return cached_attention(positions)
+        return kernel_attention.chain_attention(positions, self.kernels)

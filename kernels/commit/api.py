@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from adrl_kernels import choice
 from adrl_kernels.commit import pallas_tpu, reference
-from adrl_kernels.verify_attention.arguments import Cache, known
+from adrl_kernels.verify_attention.arguments import Cache, check_pages, known
 
 
 def commit(
@@ -85,6 +85,7 @@ def _check(cache, keys, values, path, start, count) -> None:
         ends = np.where(counts > 0, places + counts, 0)
         if ends.max() > cache.capacity or np.where(counts > 0, places, 0).min() < 0:
             raise ValueError(f"a commit to tokens up to {ends.max()} does not fit into the capacity {cache.capacity}")
+        check_pages(cache, places, ends)
         if chosen is not None:
             used = chosen[np.arange(path.shape[1]) < counts[:, None]]
             if used.size and not (0 <= used.min() and used.max() < nodes):

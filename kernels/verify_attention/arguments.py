@@ -119,9 +119,25 @@ def _check_values(nodes: Nodes, cache: Cache, lengths: jax.Array) -> None:
     if found is not None and found.size and (found.min() < 0 or found.max() > cache.capacity):
         bad = int(found.max()) if found.max() > cache.capacity else int(found.min())
         raise ValueError(f"lengths contains {bad}, must be between 0 and the capacity {cache.capacity}")
+    first = np.zeros((len(lengths), 1), np.int32) if nodes.first is None else known(nodes.first)
+    if found is not None and first is not None:
+        check_pages(cache, first.min(1), found)
     sees = known(nodes.sees)
     if sees is not None:
         check_forest(sees)
+
+
+def check_pages(cache: Cache, low: np.ndarray, high: np.ndarray) -> None:
+    """Raises ValueError where the table names a page that is not there, for tokens low … high - 1 of a row, `[B]` each."""
+    table = known(cache.table)
+    if table is None:
+        return
+    count, size = cache.keys.shape[0], cache.keys.shape[3]
+    first = np.arange(table.shape[1]) * size
+    used = table[(first < high[:, None]) & (first + size > low[:, None])]
+    wrong = used[(used < 0) | (used >= count)]
+    if wrong.size:
+        raise ValueError(f"cache.table names page {wrong[0]} where a row has tokens, must be 0 to {count - 1}")
 
 
 def check_forest(sees: np.ndarray) -> None:

@@ -85,7 +85,7 @@ def plan(nodes: Nodes, cache: Cache) -> Plan:
                 out[axis] = minor[place]
                 return tuple(out)
 
-            return Operand(name, array.shape, array.dtype, block, index)
+            return Operand(name, array.shape, array.dtype, block, index, partial=True)
 
         return tuple(operand(i) for i in range(width))
 

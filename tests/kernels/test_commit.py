@@ -17,7 +17,7 @@ RUNS = {
 }
 # start, count a row; rows of count 0 must stay as they are wherever they stand.
 CASES = {
-    "contiguous": (dict(capacity=256, kv_heads=1), [126, 250, 0, 40], [5, 0, 1, 3]),
+    "contiguous": (dict(capacity=256, kv_heads=1), [126, 250, 0, 46], [5, 0, 1, 3]),
     "pages": (dict(capacity=256, page=128, kv_heads=1), [0, 126, 255, 251], [0, 4, 1, 5]),
 }
 WIDE = {
@@ -75,9 +75,11 @@ def test_only_touched_blocks_move():
     cache, keys, _, path, start, count = commit_case(*CASES["contiguous"])
     layout = pallas_tpu.plan(cache, keys.shape[1], path.shape[1])
     moved = layout.traffic(*pallas_tpu.scalars(cache, path.shape[1], np.asarray(start), np.asarray(count)))
-    block = 16 * 128 * 4  # head size, tokens, bytes
-    # Row 0 spans two blocks, row 1 commits nothing, rows 2 and 3 one block each; each is read and written.
-    assert moved["keys"] == moved["values"] == 2 * 4 * block
+    token = 16 * 4  # head size, bytes
+    # Row 0 (tokens 126 to 130) touches two blocks of each, row 1 commits nothing, row 2 (token 0) one of each, row 3 (46 to 48)
+    # one of 128 keys and two of 16 values. Each is read and written.
+    assert moved["keys"] == 2 * 4 * 128 * token
+    assert moved["values"] == 2 * 5 * 16 * token
 
 
 def test_bad_arguments_are_refused():
@@ -97,6 +99,10 @@ def test_bad_arguments_are_refused():
     }.items():
         with pytest.raises(ValueError, match=expected):
             api.commit(*arguments, implementation="xla")
+    paged = commit_case(*CASES["pages"])
+    table = paged[0].table
+    with pytest.raises(ValueError, match=r"cache\.table names page -1 where a row has tokens, must be 0 to 9"):
+        api.commit(paged[0]._replace(table=table.at[1, 1].set(-1)), *paged[1:], implementation="interpret")
     quantized, nodes = attention_case(int8=True)[1], attention_case(int8=True)[0]
     with pytest.raises(ValueError, match="cache is int8"):
         api.commit(quantized, nodes.keys, nodes.values, path[:3], start[:3], count[:3], implementation="interpret")

@@ -1,6 +1,7 @@
 """The kernels compile for real chips with libtpu, on a machine that has none, and the counted bytes are what a program reads."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def test_each_op_compiles_for_a_chip(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, op", itertools.product(shapes.MODELS, shapes.OPS))
+@pytest.mark.parametrize("model, op", list(itertools.product(shapes.MODELS, shapes.OPS)))
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16), ids=lambda d: d.__name__)
 def test_every_op_compiles_for_every_chip(chip, model, op, dtype):
@@ -75,17 +76,41 @@ def test_gradients_compile(chip, model, which):
 
 @pytest.mark.parametrize("op", ("verify_attention", "sample_head"))
 def test_counted_bytes_are_those_of_the_compiled_program(op):
-    """Where every row is full, what is counted is the arguments and results of the program: nothing is read twice or copied."""
+    """Where every row is full, what is counted is the arguments and results of the program: nothing is read twice or copied.
+
+    The program's own cost analysis says nothing here: it does not look into kernels.
+    """
     case = shapes.OPS[op](QWEN, 16, 8, jnp.bfloat16)
     moved = case.moved
     if op == "verify_attention":
         nodes, cache, _ = case.args
         full = np.full(16, shapes.CAPACITY, np.int32)
         moved = attention_tpu.plan(nodes, cache).traffic(*attention_tpu.scalars(nodes, cache, full))
-    memory = compiled(case, "v5e").memory_analysis()
+    program = compiled(case, "v5e")
+    memory = program.memory_analysis()
     touched = memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert sum(moved.values()) == pytest.approx(touched, rel=0.1)
     assert memory.temp_size_in_bytes < 0.05 * touched
+    if op == "verify_attention":
+        assert not brought_into_vmem(program, case.args[1])
+
+
+def brought_into_vmem(program, cache) -> bool:
+    """Whether XLA moves a whole cache to where kernels compute (memory space 1), its dead entries too, before they run."""
+    shapes_of = "|".join(",".join(map(str, x.shape)) for x in cache[:2])
+    return re.search(rf"\[({shapes_of})\]\{{[^}}]*S\(1\)", program.as_text()) is not None
+
+
+def test_commits_happen_in_place():
+    """The compiled program's results are its cache, and it takes no copy of it."""
+    case = shapes.OPS["commit"](QWEN, 16, 8, jnp.bfloat16)
+    program = compiled(case, "v5e")
+    memory = program.memory_analysis()
+    assert not brought_into_vmem(program, case.args[0])
+    cache = sum(x.size * 2 for x in case.args[0][:2])
+    assert memory.alias_size_in_bytes == cache
+    assert memory.output_size_in_bytes < cache + 4096  # and the table of results
+    assert memory.temp_size_in_bytes < 0.01 * cache
 
 
 def test_a_chips_limits_are_met_at_compile_time():

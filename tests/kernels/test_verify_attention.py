@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adrl_kernels import choice
 from adrl_kernels.choice import UnsupportedError
 from adrl_kernels.verify_attention import pallas_tpu, reference, verify_attention, xla
 from adrl_kernels.verify_attention.arguments import check_forest, minimum_bytes
@@ -18,8 +19,8 @@ RUNS = {
     "tpu_interpret": functools.partial(pallas_tpu.verify_attention, interpret=TPU_INTERPRET),
 }
 CASES = {
-    "tree": dict(),
-    "int8 pages, window": dict(capacity=256, page=128, int8=True, window=100, group=1),
+    "tree": dict(capacity=700),
+    "int8 pages, window": dict(capacity=512, page=128, int8=True, window=100, group=1),
     "bfloat16 chain": dict(capacity=64, count=33, chain=True, dtype=jnp.bfloat16, kv_heads=1),
 }
 # Shapes across the supported range, one after the other: nodes, groups, head sizes, capacities, layouts.
@@ -88,6 +89,14 @@ def test_all_shapes(case, name, dtype):
     compare(RUNS[name], attention_case(dtype=dtype, seed=1, **WIDE[case]))
 
 
+def test_steps_bring_several_blocks():
+    """What the cases above are to show: a step of more than one block, and a last step that is not full."""
+    for case, blocks in {"tree": 3, "int8 pages, window": 2}.items():
+        nodes, cache, _ = attention_case(**CASES[case])
+        assert pallas_tpu.step_blocks(cache) == blocks
+        assert pallas_tpu.plan(nodes, cache).grid[1] == 2
+
+
 def test_dead_pages_cost_no_bytes_and_live_ones_are_read_once():
     lengths = np.array([0, 1000, 37, 2048, 0, 513, 128, 700])
     nodes, cache, _ = attention_case(batch=8, count=8, kv_heads=4, group=7, dim=128, capacity=2048, lengths=lengths)
@@ -107,6 +116,7 @@ def test_dead_pages_cost_no_bytes_and_live_ones_are_read_once():
 
 def test_bad_arguments_are_refused_with_what_is_supported():
     nodes, cache, lengths = attention_case()
+    paged = attention_case(capacity=256, page=128)
     for expected, arguments in {
         "lengths contains 301, must be between 0 and the capacity 300": (nodes, cache, lengths.at[0].set(301)),
         "lengths contains -1": (nodes, cache, lengths.at[0].set(-1)),
@@ -126,9 +136,30 @@ def test_bad_arguments_are_refused_with_what_is_supported():
             cache,
             lengths,
         ),
+        "nodes.sees is no forest of ancestors in row 1: a node does not see itself": (
+            nodes._replace(sees=nodes.sees.at[1, 2, 2].set(False)),
+            cache,
+            lengths,
+        ),
+        "cache.table names page 8 where a row has tokens, must be 0 to 7": (
+            paged[0],
+            paged[1]._replace(table=paged[1].table.at[1, 1].set(8)),
+            paged[2],
+        ),
+        r"cache.table has shape \(2, 2\), expected \(3, pages of a row\)": (
+            paged[0],
+            paged[1]._replace(table=paged[1].table[:2]),
+            paged[2],
+        ),
+        "queries have 6 heads, which must be a multiple of the 4 key-value heads": (
+            nodes._replace(keys=jnp.zeros((3, 5, 4, 16))),
+            cache,
+            lengths,
+        ),
     }.items():
-        with pytest.raises(ValueError, match=expected):
-            verify_attention(*arguments, implementation="xla")
+        for implementation in ("xla", "interpret"):
+            with pytest.raises(ValueError, match=expected):
+                verify_attention(*arguments, implementation=implementation)
     for expected, options in {
         "head size 12; multiples of 8 up to 256": dict(dim=12),
         "head size 264": dict(dim=264),
@@ -165,10 +196,8 @@ def test_only_forests_of_ancestors_are_taken():
             check_forest(sees)
 
 
-def test_auto_says_what_it_chose_and_why(caplog):
+def test_auto_says_once_what_it_chose_and_why(caplog):
     case = attention_case(batch=1, count=2, capacity=24)
-    from adrl_kernels import choice
-
     choice.told.cache_clear()
     with caplog.at_level("INFO", logger="adrl_kernels"):
         for _ in range(2):

@@ -12,6 +12,8 @@ from adrl_jax.bandit.fixed import fixed
 from adrl_jax.rollout.engine import Engine, EngineConfig
 from adrl_jax.rollout.target import resolve
 from adrl_jax.speculation.eagle import Eagle
+from adrl_jax.speculation.merged import Merged
+from adrl_jax.speculation.ngram import Ngram
 from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import SamplingParams
 
@@ -76,6 +78,15 @@ def test_filtered_laws_take_whole_logits_and_the_same_tokens(world, requests_of)
     ]
     for a, b in zip(*runs, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
+
+
+def test_the_drafters_passes_use_the_engines_kernels():
+    config = EngineConfig(0, (1,), strategies=(OFF, CHAIN), kernels="interpret")
+    eagle = Eagle(TARGET)
+    drafters = Engine(TARGET, config, {"eagle": eagle, "merged": Merged(Ngram(), eagle, 3), "ngram": Ngram()}).drafters
+    assert drafters["eagle"].kernels == drafters["merged"].learned.kernels == "interpret"
+    assert drafters["ngram"] == Ngram() and eagle.kernels == "xla"
+    assert Engine(TARGET, dataclasses.replace(config, kernels="auto"), {"eagle": eagle}).drafters["eagle"] == eagle
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_compiled(monkeypatch):
