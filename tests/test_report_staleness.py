@@ -18,7 +18,13 @@ def rows(**more):
     for i, hist in enumerate(HISTS):
         mean = sum(age * share for age, share in enumerate(hist))
         row = {"phase": "train", "step": i + 1, "staleness/hist": hist, "staleness/mean": mean, "staleness/max": len(hist) - 1}
-        row |= {"time/update": 0.5, "time/step": 1.0, "rollout/tokens": TOKENS[i], "staleness/disagreement": 0.1 * i, "queue/depth": float(i)}
+        row |= {
+            "time/update": 0.5,
+            "time/step": 1.0,
+            "rollout/tokens": TOKENS[i],
+            "staleness/disagreement": 0.1 * i,
+            "queue/depth": float(i),
+        }
         out.append(row | {name: values[i] for name, values in more.items()})
     return out
 

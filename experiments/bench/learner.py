@@ -174,11 +174,12 @@ def passes_of(args, model, found: list[np.ndarray], chosen: list[str], notes: di
     longest = max(map(len, found))
     packed = Passes(model, batches(rollouts, args.row_length or longest)["packed"], 1)
     first = form.first_call(lambda: packed.gradients(model.params))
-    results: dict[str, Any] = {"first_pass_s": first.seconds, "peer_tokens_per_s": None}
+    loss = float(first.value.loss.numerator / first.value.loss.denominator)
+    results: dict[str, Any] = {"first_pass_s": first.seconds, "loss": loss, "peer_tokens_per_s": None}
+    del first  # gradients of the whole model
     ours = form.timed(lambda: packed.gradients(model.params))
     if "hf" in chosen:
         results |= with_peer(args, model, found, ours, tokens, notes)
-        loss = float(first.value.loss.numerator / first.value.loss.denominator)
         if results.get("peer_loss") is not None:
             results["loss_difference"] = abs(loss - results["peer_loss"])
     seconds = form.median([ours() for _ in range(args.repeats)])
