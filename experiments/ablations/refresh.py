@@ -106,9 +106,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             cost.set_xticks(range(len(lags)), [str(lag) for lag in lags])
             for ax in axes[:, column]:
                 ax.grid(True, axis="y")
-        axes[0, 0].set_ylabel("held-out reward at the end")
-        axes[1, 0].set_ylabel("share of tokens reused")
-        axes[2, 0].set_ylabel("refresh / generating anew, s/s")
+        axes[0, 0].set_ylabel("reward at the end")
+        axes[1, 0].set_ylabel("tokens reused")
+        axes[2, 0].set_ylabel("seconds, refresh / anew")
         plots.legend(figure, axes[0, 0])
         plots.save(figure, path)
 
