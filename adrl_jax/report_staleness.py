@@ -26,7 +26,7 @@ def ages(run: RunFiles) -> str:
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.set_ylabel("policy updates")
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2)
         step_axis(ax)
 
     return figure("Age of the data", "Updates between drawing a token and learning from it.", draw)
