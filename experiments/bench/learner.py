@@ -224,7 +224,8 @@ def main(argv=None) -> dict:
     chosen = client.names(args.peer, client.TRAIN)
     model = sides.load(args.model)
     if lengths and not learner_memory.SEGMENTS * 2 <= min(lengths) <= max(lengths) <= model.config.max_positions:
-        parser.error(f"--memory_lengths={args.memory_lengths}: each at most the model's {model.config.max_positions} positions")
+        least, most = learner_memory.SEGMENTS * 2, model.config.max_positions
+        parser.error(f"--memory_lengths={args.memory_lengths}: each from {least} to the model's {most} positions")
     model = dataclasses.replace(model, params=jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params))
     kept = [n for n in LENGTHS if n <= model.config.max_positions]
     found = sequences(model.valid_vocab, kept)

@@ -51,6 +51,18 @@ def test_tables_and_verdicts_from_rows(tmp_path):
     assert (tmp_path / "a.svg").stat().st_size and (tmp_path / "b.svg").stat().st_size
 
 
+def test_rates_leave_out_the_first_two_steps_and_those_that_generate_nothing(tmp_path):
+    lines = [{"phase": "evaluate", "step": 0, "reward/mean": 0.25}, {"phase": "evaluate", "step": 6, "reward/mean": 0.75}]
+    for i in range(6):
+        row = {"phase": "train", "step": i + 1, "reward/mean": 0.1 * i, "time/rollout": 10.0**i, "time/step": 2 * 10.0**i}
+        lines.append(row | {"time/compile": 1.0 * (i == 0), "refresh/reused": 0.5 if i == 3 else None})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = common.measured(tmp_path, lag=2)  # steps 3 and 4 are left
+    assert (found["reward_start"], found["reward_end"], found["reward_best"]) == (0.25, 0.75, 0.5)
+    assert found["generate_s"] == 550 and found["seconds"] == 1100 and found["reused"] == 0.5 and found["ess"] is None
+    assert common.measured(tmp_path, lag=9)["generate_s"] == pytest.approx(111111 / 6)  # none left: all of them
+
+
 def test_intervals_are_student_t_and_one_run_has_none():
     assert plots.interval([2.0]) == (2.0, 2.0, 2.0)
     mean, low, high = plots.interval([1.0, 2.0, 3.0])
