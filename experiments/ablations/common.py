@@ -134,7 +134,7 @@ def measured(workdir: pathlib.Path, lag: int = 0) -> dict[str, Any]:
     lines = read_lines(workdir / "metrics.jsonl")
     rows = [r for r in lines if r["phase"] == "train"]
     ends = [r["reward/mean"] for r in lines if r["phase"] == "evaluate"]
-    kept = rows[2 : len(rows) - lag] or rows
+    kept = rows[2 : max(len(rows) - lag, 0)] or rows
 
     def mean(name: str) -> float | None:
         found = [r[name] for r in kept if r.get(name) is not None]
