@@ -291,8 +291,8 @@ def _shown(value: Any) -> str:
         return "not measured"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list) and len(str(value)) > 80:
-        return f"{len(value)} rows, see the JSON"
+    if isinstance(value, (list, dict)) and len(str(value)) > 80:
+        return f"{len(value)} {'rows' if isinstance(value, list) else 'entries'}, see the JSON"
     return str(value)
 
 
