@@ -27,6 +27,7 @@ CORE = [
     "orbax-checkpoint>=0.12.8",
     "pyarrow>=20",
     "safetensors>=0.6",
+    "scipy>=1.14",
     "tensorboardX>=2.6.4",
     "tokenizers>=0.22",
     "tqdm>=4.67",

@@ -3,6 +3,8 @@
 from typing import Any
 
 from adrl_jax.learner.loss_config import Conflict, LossConfig
+from adrl_jax.learner.surrogates import SURROGATES
+from adrl_jax.learner.weights import WEIGHTS
 from experiments.learner_config import Learner
 from experiments.schema import ConfigError, options
 
@@ -92,6 +94,17 @@ def corrected(c: Any) -> bool:
     loss = loss_config(c)
     against_behaviour = loss.parts.has_ratio and loss.old_log_probs == "behaviour"
     return against_behaviour or loss.weight != "none" or loss.parts.level == "group" or loss.parts.advantages == "best"
+
+
+def describe_loss(c: Any) -> str:
+    """The fields that `corrected` looks at, with their values."""
+    return ", ".join(f"learner.{name}={getattr(c.learner, name)}" for name in ("surrogate", "weight", "old_log_probs"))
+
+
+def corrections() -> str:
+    """What would make `corrected` true, in words."""
+    off_policy = [k for k, s in SURROGATES.items() if s.has_ratio or s.level == "group" or s.advantages == "best"]
+    return f"learner.weight of {', '.join(WEIGHTS)}, or learner.surrogate of {', '.join(off_policy)} with learner.old_log_probs=behaviour"
 
 
 def check(c: Any) -> None:

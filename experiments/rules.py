@@ -280,8 +280,8 @@ def _check_runtime(c: Any) -> None:
         not learner_rules.stale(c) or refreshed or r.allow_uncorrected or learner_rules.corrected(c),
         "runtime.mode",
         r.mode,
-        "it learns from data of earlier policies, but the loss has no importance correction; choose one, or set "
-        "runtime.allow_uncorrected=True to study what happens",
+        f"it learns from data of earlier policies, but {learner_rules.describe_loss(c)} has no importance correction; choose "
+        f"{learner_rules.corrections()}, or set runtime.allow_uncorrected=True to study what happens",
     )
     require(
         r.refresh == "off" or c.rollout.verification == "coupled",

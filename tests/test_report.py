@@ -1,7 +1,6 @@
 """The page: complete, self-contained, and honest where a run has no data for a figure."""
 
 import json
-import math
 import re
 
 import pytest
@@ -54,6 +53,7 @@ def test_a_complete_run_has_all_figures_and_needs_nothing_else(tmp_path):
     text = report.write(tmp_path).read_text()
     titles = ("Reward", "Response length", "The tail of one rollout", "Accept length", "Arm chosen", "Time of a step")
     assert text.count("<svg") == len(titles) and all(f"<h2>{title}</h2>" in text for title in titles)
+    assert "Staleness" not in text  # nothing was ever stale, and nobody waited
     assert not re.search(r"https?://(?!www\.w3\.org/)", text)
     assert "<script" not in text and " src=" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
     for figure in ("0.310", "from 0.200", "1.50×", "2.40", "identical", "1,500 tokens/s", "without speculation"):
@@ -82,9 +82,3 @@ def test_the_closing_table_says_what_is_known():
     assert "2 float ties" in report.closing_text(SUMMARY | {"tie_divergences": 2})
     nothing = dict.fromkeys(SUMMARY) | {"seconds": 60.0, "steps": 2}
     assert report.closing_text(nothing).count("–") == 6
-
-
-def test_smoothing_keeps_a_line_and_its_ends():
-    values = report.np.arange(9.0)
-    assert report._smooth(values)[4] == 4 and report._smooth(values)[0] == pytest.approx(1.0)
-    assert math.isclose(report._smooth(report.np.ones(3)).sum(), 3)

@@ -113,6 +113,10 @@ class Engine:
             raise ValueError("the engine has no weights yet: call publish first")
         self.publish(self._served.params, self._served.version, drafter_params, drafter_version)
 
+    def reseed(self, seed: int) -> None:
+        """Names other noise from the next call of `generate` on. No program knows the seed, so nothing is compiled anew."""
+        self.config = dataclasses.replace(self.config, seed=seed)
+
     def generate(
         self,
         requests: Sequence[Request],

@@ -10,7 +10,8 @@ optimizer steps, and one learning-rate schedule over the steps. Held-out answers
 gold win-rate (a tie counts half), and KL to it in nats a response.
 
 `rows`: one line a run. `slopes`: win-rate lost or gained per doubling of N, with a bootstrap interval over runs. A picture lies
-beside the JSON. The whole grid is 72 runs; the first line of each stage says how long it took.
+beside the JSON. The whole grid is 72 runs of 64 updates: 15 to 40 minutes on two slow cores. The JSON grows with each run; the same
+command goes on where it was ended.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
 from adrl_jax.learner import packing
 from adrl_jax.learner.update import LearnerState, make_log_probs, policy_params
@@ -30,14 +32,21 @@ from adrl_jax.rollout.engine import Engine
 from adrl_jax.runtime import collect, cursor, numbers, publish
 from adrl_jax.runtime.parts import EVALUATION_VISIT, Parts
 from adrl_jax.types import SamplingParams
-from experiments import build, config, presets, reward_config, reward_model, sft
+from experiments import build, config, presets, reward_config, reward_model
+from experiments.ablations import common, plots
+from experiments.ablations.rows import Rows
 from experiments.bench import form
 from experiments.bench.sides import say
 from experiments.config import Config
 from experiments.configs import quickstart
+from experiments.figures import MUTED
+from experiments.schema import ConfigError
+from experiments.train import use_compilation_cache
 
 ALGORITHMS = {"ppo": 1, "prox_rloo": 2, "online_dpo": 2, "bon_sft": 2}
 """Algorithm -> completions of a prompt."""
+
+KEYS = ("algorithm", "N", "seed")
 
 ROW_LENGTH = 224  # holds the longest pair of the task
 VISITS = 1_000_000  # a seed's visits: no two seeds share noise
@@ -54,7 +63,7 @@ class Study:
     sft_steps: int = 600
     pairs_prompts: int = 512
     proxy_steps: int = 150
-    eval_prompts: int = 128
+    eval_prompts: int = 256
     seed: int = 0
 
 
@@ -75,10 +84,7 @@ def prepare(study: Study, workdir: pathlib.Path) -> tuple[Config, dict[str, floa
     """Trains policy and proxy into `workdir` (or finds them there); returns settings that start from them, and the proxy's record."""
     c = base_config(study)
     settings = config.freeze(c)
-    if not (workdir / "sft" / "sft.json").exists():
-        (workdir / "sft").mkdir(parents=True, exist_ok=True)
-        sft.run(settings, workdir / "sft")
-    started = sft.of_source(settings, workdir / "sft")
+    started = common.start(settings, workdir)
     proxy = workdir / "proxy"
     if not (proxy / "reward_model.json").exists():
         proxy.mkdir(parents=True, exist_ok=True)
@@ -167,6 +173,23 @@ class Runs:
         reference = packing.unpack_targets(batch, self.log_probs(start, batch)[0], len(rollouts))
         return judging.divergence([r.log_probs for r in rollouts], reference)
 
+    def measured(self, minibatches: int, seed: int, start: Any, before: np.ndarray) -> dict[str, Any]:
+        """One run, compared with the policy `start`, whose gold rewards are `before`."""
+        began = time.monotonic()
+        learner = self.run(minibatches, seed)
+        after, rollouts = self.answers(policy_params(learner))
+        won, kl = judging.win_rate(after, before), self.divergence(start, rollouts)
+        return {
+            "win_rate": won.value,
+            "win_rate_low": won.low,
+            "win_rate_high": won.high,
+            "kl": kl.value,
+            "gold": float(after.mean()),
+            "gold_before": float(before.mean()),
+            "updates": int(learner.version),
+            "seconds": time.monotonic() - began,
+        }
+
 
 def slopes(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Win-rate per doubling of N, by algorithm, where there are at least two N."""
@@ -195,74 +218,45 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> pathlib.Path:
-    """Gold win-rate against N, and against KL."""
-    import matplotlib
-    import matplotlib.figure
-
-    from experiments.figures import STYLE
-
-    with matplotlib.rc_context(STYLE):
-        figure = matplotlib.figure.Figure(figsize=(9, 3), layout="constrained")
-        by_count, by_kl = figure.subplots(1, 2)
-        for name in dict.fromkeys(r["algorithm"] for r in rows):
-            own = [r for r in rows if r["algorithm"] == name]
-            counts = sorted({r["N"] for r in own})
-            means = [np.mean([r["win_rate"] for r in own if r["N"] == n]) for n in counts]
-            by_count.plot(counts, means, marker="o", label=name)
-            by_kl.scatter([r["kl"] for r in own], [r["win_rate"] for r in own], s=[14 + 8 * np.log2(r["N"]) for r in own])
-        by_count.set(xscale="log", xlabel="N, mini-batches a round", ylabel="gold win-rate")
-        by_count.set_xticks(sorted({r["N"] for r in rows}), [str(n) for n in sorted({r["N"] for r in rows})])
-        by_kl.set(xlabel="KL to the policy before RL, nats a response (larger points: larger N)")
-        by_count.legend()
+    """Gold win-rate against N with 95 % bands over seeds, and against KL (a line joins the means of growing N)."""
+    counts = sorted({r["N"] for r in rows})
+    with plots.style():
+        figure = Figure(figsize=(9, 3.9), layout="constrained")
+        by_count, by_kl = figure.subplots(1, 2, sharey=True)
+        for name, color in zip(dict.fromkeys(r["algorithm"] for r in rows), plots.COLORS):
+            own = [[r for r in rows if (r["algorithm"], r["N"]) == (name, n)] for n in counts]
+            plots.band(by_count, range(len(counts)), [[r["win_rate"] for r in g] for g in own], color, name.replace("_", " "))
+            there = [g for g in own if g]
+            kl, rate = ([np.mean([r[key] for r in g]) for g in there] for key in ("kl", "win_rate"))
+            by_kl.plot(kl, rate, color=color, alpha=0.35, linewidth=1)
+            by_kl.scatter(kl, rate, s=[14 + 10 * np.log2(g[0]["N"]) for g in there], color=color)
+        by_count.set_xticks(range(len(counts)), [str(n) for n in counts])
+        by_count.set(xlabel="N, mini-batches a round of generation", ylabel="gold win-rate against the start")
+        by_kl.set(xlabel="KL to the start, nats a response (larger points: larger N)")
         for ax in (by_count, by_kl):
+            ax.axhline(0.5, color=MUTED, linewidth=1, linestyle=":")
             ax.grid(True, axis="y")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, facecolor="white", metadata={"Date": None, "Creator": None})
-    return path
+        plots.legend(figure, by_count)
+        return plots.save(figure, path)
 
 
-def study_rows(
-    study: Study, workdir: pathlib.Path, algorithms: Sequence[str], counts: Sequence[int], seeds: int
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """All runs; returns their rows and the proxy's record."""
+def study_rows(study: Study, workdir: pathlib.Path, rows: Rows) -> dict[str, float]:
+    """Adds all rows that are missing; returns the proxy's record."""
     began = time.monotonic()
     started, record = prepare(study, workdir)
     say(f"policy and proxy: {time.monotonic() - began:.0f} s, proxy accuracy {record['accuracy']:.3f}")
-    rows: list[dict[str, Any]] = []
-    engine = None
-    for algorithm in algorithms:
+    engine, before = None, None
+    for algorithm in dict.fromkeys(name for name, _, _ in rows.missing):
         settings = settings_of(study, started, algorithm)
         with build.opened(settings) as parts:
             engine = parts.engine if engine is None else engine
             runs = Runs(study, settings, parts, engine)
             start = jax.tree.map(np.array, policy_params(parts.init_learner()))
-            before, _ = runs.answers(start)
-            for count in counts:
-                for seed in range(seeds):
-                    began = time.monotonic()
-                    learner = runs.run(count, seed)
-                    after, rollouts = runs.answers(policy_params(learner))
-                    won, kl = judging.win_rate(after, before), runs.divergence(start, rollouts)
-                    rows.append(
-                        {
-                            "algorithm": algorithm,
-                            "N": count,
-                            "seed": seed,
-                            "win_rate": won.value,
-                            "win_rate_low": won.low,
-                            "win_rate_high": won.high,
-                            "kl": kl.value,
-                            "gold": float(after.mean()),
-                            "gold_before": float(before.mean()),
-                            "updates": int(learner.version),
-                            "seconds": time.monotonic() - began,
-                        }
-                    )
-                    say(
-                        f"{algorithm} N={count} seed {seed}: win-rate {won.value:.3f}, KL {kl.value:.2f}, gold "
-                        f"{before.mean():.3f} -> {after.mean():.3f}, {rows[-1]['seconds']:.0f} s"
-                    )
-    return rows, record
+            before = runs.answers(start)[0] if before is None else before
+            for _, count, seed in [key for key in rows.missing if key[0] == algorithm]:
+                row = {"algorithm": algorithm, "N": count, "seed": seed, **runs.measured(count, seed, start, before)}
+                rows.add(row, f"{algorithm} N={count} seed {seed}: win-rate {row['win_rate']:.3f}, KL {row['kl']:.2f}")
+    return record
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -270,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     flags.add_argument(
-        "--workdir", type=pathlib.Path, required=True, help="folder of the shared policy and proxy; taken from there if present"
+        "--workdir", type=pathlib.Path, default=pathlib.Path("runs/off_policy"), help="folder of the shared policy and proxy"
     )
     flags.add_argument("--json", default=None, metavar="FILE", help="write the form to this file, a picture beside it")
     flags.add_argument("--algorithms", default=",".join(ALGORITHMS), help="which, separated by commas")
@@ -279,20 +273,27 @@ def main(argv: Sequence[str] | None = None) -> dict:
     for field in dataclasses.fields(Study):
         flags.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="see `Study`")
     args = flags.parse_args(argv)
-    algorithms, counts = args.algorithms.split(","), [int(n) for n in args.minibatches.split(",")]
-    for name in algorithms:
-        if name not in ALGORITHMS:
-            flags.error(f"algorithms={name!r} is unknown; choose of {', '.join(ALGORITHMS)}")
+    algorithms = common.chosen(flags, "algorithms", args.algorithms, tuple(ALGORITHMS))
+    counts = common.numbers(args.minibatches)
     for n in counts:
         if n < 1 or args.steps % n:
             flags.error(f"minibatches={n} must divide steps={args.steps}, so that every N makes as many updates")
-    study = Study(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Study)})
-    rows, record = study_rows(study, args.workdir, algorithms, counts, args.seeds)
-    print(table(rows))
-    results = {"rows": rows, "slopes": slopes(rows), "proxy_accuracy": record["accuracy"], "proxy_ece": record["ece"]}
+    names = tuple(f.name for f in dataclasses.fields(Study))
+    study = Study(**{name: getattr(args, name) for name in names})
+    asked = {**vars(args), "workdir": ""}
+    wanted = [(a, n, seed) for a in algorithms for n in counts for seed in range(args.seeds)]
+    try:
+        use_compilation_cache("default", args.workdir)
+        rows = Rows("off_policy", args.json, asked, same=names, keys=KEYS, wanted=wanted)
+        record = study_rows(study, args.workdir, rows)
+    except ConfigError as error:
+        flags.error(str(error))
+    print(table(rows.rows))
+    results = {"rows": rows.rows, "slopes": slopes(rows.rows)}
+    results |= {"proxy_accuracy": record["accuracy"], "proxy_ece": record["ece"]}
     if args.json:
-        results["plot"] = plot(rows, pathlib.Path(args.json).with_suffix(".svg")).name
-    return form.finish("off_policy", {**vars(args), "workdir": ""}, results, args.json)
+        results["plot"] = plot(rows.rows, pathlib.Path(args.json).with_suffix(".svg")).name
+    return form.finish("off_policy", asked, results, args.json)
 
 
 if __name__ == "__main__":

@@ -6,28 +6,43 @@ Three ways to learn from a batch that is `lag` policies old: `none` (as it is, n
 that sampled), `refreshed` (verified with its own noise under the current policy and continued where it differs, so that it is
 on-policy). `on_policy` is the same run without lag. Response lengths are those of the division task with short and with long
 solutions. A refresh costs less than generating anew where `refresh_s` is below `generate_s`.
+
+78 runs of 20 batches of 64 responses from one start a length: 10 to 20 minutes on two slow cores. The JSON grows with each
+run; the same command goes on where it was ended.
 """
 
-import json
+import contextlib
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from adrl_jax.runtime.choice import RefreshConfig
-from experiments.ablations import common
+from experiments.ablations import common, plots
+from experiments.ablations.rows import Rows
 from experiments.bench import form
+from experiments.figures import ACCENT, INK, OURS
+from experiments.schema import ConfigError
 
 LAGS = (1, 2, 4, 8)
+# One row length each: lengths chosen from batch to batch would be a program each.
 LENGTHS: dict[str, dict[str, Any]] = {
-    "short": {"task.median_steps": 1.5, "task.max_steps": 8, "train.max_new_tokens": 48, "learner.row_length": 0},
-    "long": {"task.median_steps": 6.0, "task.max_steps": 32, "train.max_new_tokens": 104},
+    "short": {
+        "warm_start.steps": 400,
+        "task.median_steps": 1.5,
+        "task.max_steps": 8,
+        "train.max_new_tokens": 48,
+        "learner.row_length": 64,
+        "learner.target_multiple": 64,
+    },
+    "long": {"warm_start.steps": 400, "task.median_steps": 6.0, "task.max_steps": 32, "train.max_new_tokens": 104},
 }
-MODES = ("none", "corrected", "refreshed")
+KEYS = ("length", "mode", "lag", "seed")
 ALWAYS = RefreshConfig("always")
+LOSS = {"none": common.UNCORRECTED, "on_policy": "ppo_clip", "corrected": "ppo_clip", "refreshed": "ppo_clip"}
+COLORS = {"none": INK, "corrected": ACCENT, "refreshed": OURS}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -50,79 +65,97 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`refresh_over_generate_<length>_lag<k>`: seconds of a refresh over those of generating anew; below 1 it costs less."""
+    """`refresh_over_generate_<length>_lag<k>`: seconds of a refresh over those of generating anew; below 1 it costs less.
+    `refreshed_less_on_policy_<length>_lag<k>`: reward against the run without lag, mean over seeds."""
     out = {}
+    fresh = {(r["length"], r["seed"]): r["reward"] for r in rows if r["mode"] == "on_policy"}
     for length, lag in dict.fromkeys((r["length"], r["lag"]) for r in rows if r["mode"] == "refreshed"):
-        own = [r for r in rows if (r["length"], r["lag"], r["mode"]) == (length, lag, "refreshed") and r["refresh_s"]]
-        if own:
-            out[f"refresh_over_generate_{length}_lag{lag}"] = statistics.median(r["refresh_s"] / r["generate_s"] for r in own)
+        own = [r for r in rows if (r["length"], r["lag"], r["mode"]) == (length, lag, "refreshed")]
+        timed = [r["refresh_s"] / r["generate_s"] for r in own if r["refresh_s"]]
+        if timed:
+            out[f"refresh_over_generate_{length}_lag{lag}"] = statistics.median(timed)
+        gaps = [r["reward"] - fresh[length, r["seed"]] for r in own if (length, r["seed"]) in fresh]
+        if gaps:
+            out[f"refreshed_less_on_policy_{length}_lag{lag}"] = statistics.mean(gaps)
     return out
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Final reward and share of tokens reused against lag, one column a length."""
+    """Final reward, share of tokens reused and cost of a refresh against lag, one column a length; 95 % bands over seeds."""
     lengths = list(dict.fromkeys(r["length"] for r in rows))
-    figure = Figure(figsize=(4.2 * len(lengths), 6), layout="constrained")
-    axes = figure.subplots(2, len(lengths), squeeze=False)
-    for column, length in enumerate(lengths):
-        for mode in dict.fromkeys(r["mode"] for r in rows):
-            own = [r for r in rows if r["length"] == length and r["mode"] == mode]
-            lags = sorted({r["lag"] for r in own})
-            for ax, name in zip(axes[:, column], ("reward", "reused")):
-                means = [statistics.mean(found) if (found := _of(own, lag, name)) else float("nan") for lag in lags]
-                ax.plot(lags, means, "o-" if len(lags) > 1 else "o", label=mode.replace("_", " "))
-        axes[0, column].set_title(f"{length} responses", loc="left")
-        axes[1, column].set_xlabel("lag in policies")
-    axes[0, 0].set_ylabel("held-out reward at the end")
-    axes[1, 0].set_ylabel("share of tokens reused")
-    axes[0, 0].legend(frameon=False)
-    figure.savefig(path)
-
-
-def _of(rows: Sequence[Mapping[str, Any]], lag: int, name: str) -> list[float]:
-    return [r[name] for r in rows if r["lag"] == lag and r[name] is not None]
+    lags = sorted({r["lag"] for r in rows} - {0})
+    with plots.style():
+        figure = Figure(figsize=(4.0 * len(lengths) + 0.6, 6.4), layout="constrained")
+        axes = figure.subplots(3, len(lengths), squeeze=False, sharex="col", sharey="row")
+        for column, length in enumerate(lengths):
+            reward, reused, cost = axes[:, column]
+            own = [r for r in rows if r["length"] == length]
+            fresh = [r["reward"] for r in own if r["mode"] == "on_policy"]
+            if fresh:
+                reward.axhline(statistics.mean(fresh), color="#2aa198", linestyle="--", linewidth=1.4, label="no lag")
+            for mode, color in COLORS.items():
+                groups = [[r["reward"] for r in own if (r["mode"], r["lag"]) == (mode, lag)] for lag in lags]
+                plots.band(reward, range(len(lags)), groups, color, mode)
+            made = [r for r in own if r["mode"] == "refreshed" and r["refresh_s"]]
+            by_lag = [[r for r in made if r["lag"] == lag] for lag in lags]
+            plots.band(reused, range(len(lags)), [[r["reused"] for r in g] for g in by_lag], OURS, "")
+            plots.band(cost, range(len(lags)), [[r["refresh_s"] / r["generate_s"] for r in g] for g in by_lag], OURS, "")
+            cost.axhline(1.0, color=INK, linewidth=1, linestyle=":")
+            cost.set_ylim(bottom=0)
+            reward.set_title(f"{length} responses")
+            cost.set_xlabel("age of the data, in policies")
+            cost.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+            for ax in axes[:, column]:
+                ax.grid(True, axis="y")
+        axes[0, 0].set_ylabel("reward at the end")
+        axes[1, 0].set_ylabel("tokens reused")
+        axes[2, 0].set_ylabel("seconds, refresh / anew")
+        plots.legend(figure, axes[0, 0])
+        plots.save(figure, path)
 
 
 def main(argv=None) -> dict[str, Any]:
     parser = form.parser(__doc__)
     parser.add_argument("--lags", default=",".join(map(str, LAGS)), help="policies")
     parser.add_argument("--lengths", default=",".join(LENGTHS), help="of " + ", ".join(LENGTHS))
-    parser.add_argument("--steps", type=int, default=40, help="batches of each run")
+    parser.add_argument("--steps", type=int, default=20, help="batches of each run")
+    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change everywhere, for small forms")
+    parser.add_argument(
+        "--workdir", type=pathlib.Path, default=pathlib.Path("runs/refresh"), help="folder of the shared starts"
+    )
     parser.add_argument("--plot", default="", metavar="FILE", help="picture of the table")
     args = parser.parse_args(argv)
-    lengths = [x for x in args.lengths.split(",") if x]
-    unknown = [x for x in lengths if x not in LENGTHS]
-    if unknown:
-        parser.error(f"--lengths={unknown[0]!r} is unknown; choose of {', '.join(LENGTHS)}")
-    lags = common.numbers(args.lags)
-    rows: list[dict[str, Any]] = []
-    for length in lengths:
-        with tempfile.TemporaryDirectory() as folder:
-            runs = common.Runs(pathlib.Path(folder), args.steps, LENGTHS[length] | json.loads(args.changes))
-            for seed in range(args.seeds):
-                rows += cells(runs, length, seed, lags)
-    print(table(rows))
+    lengths = common.chosen(parser, "lengths", args.lengths, tuple(LENGTHS))
+    lags, given = common.numbers(args.lags), common.changes(parser, args.changes)
+    common.check_sizes(parser, lags, 1, steps=args.steps, seeds=args.seeds)
+    asked = {**vars(args), "workdir": ""}
+    wanted = [(n, *cell, seed) for n in lengths for seed in range(args.seeds) for cell in cells(lags)]
+    try:
+        rows = Rows("refresh", args.json, asked, same=("steps", "rate", "changes"), keys=KEYS, wanted=wanted)
+        with contextlib.ExitStack() as stack:
+            worlds: dict[str, common.Runs] = {}
+            for length, mode, lag, seed in rows.missing:
+                if length not in worlds:
+                    changes = LENGTHS[length] | given
+                    worlds[length] = stack.enter_context(common.Runs(args.workdir / length, args.steps, args.rate, changes))
+                more = {"refresh": ALWAYS} if mode == "refreshed" else {}
+                found = worlds[length].run(LOSS[mode], seed, mode="lagged", limit=lag, **more)
+                kept = {k: found[k] for k in ("seconds", "reused", "refresh_s", "generate_s", "disagreement")}
+                row = {"mode": mode, "lag": lag, "length": length, "seed": seed, "reward": found["reward_end"], **kept}
+                rows.add(row, f"{length} {mode} lag {lag} seed {seed}: reward {found['reward_end']:.3f}")
+    except ConfigError as error:
+        parser.error(str(error))
+    print(table(rows.rows))
     if args.plot:
-        plot(rows, pathlib.Path(args.plot))
-    return form.finish("refresh", vars(args), {"rows": rows, **verdict(rows)}, args.json)
+        plot(rows.rows, pathlib.Path(args.plot))
+    return form.finish("refresh", asked, {"rows": rows.rows, **verdict(rows.rows)}, args.json)
 
 
-def cells(runs: common.Runs, length: str, seed: int, lags: Sequence[int]) -> list[dict[str, Any]]:
-    """All runs of a seed."""
-    stale = [(str(lag), {"mode": "lagged", "limit": lag}) for lag in lags]
-    fresh = [(f"r{lag}", {"mode": "lagged", "limit": lag, "refresh": ALWAYS}) for lag in lags]
-    plan = (("none", stale), ("ppo_clip", [("0", {"mode": "lagged", "limit": 0}), *stale, *fresh]))
-    rows = []
-    for correction, variants in plan:
-        for name, found in runs.each(correction, seed, variants):
-            lag, refreshed = int(name.lstrip("r")), name.startswith("r")
-            mode = "none" if correction == "none" else "refreshed" if refreshed else "corrected" if lag else "on_policy"
-            keep = {k: found[k] for k in ("seconds", "reused", "refresh_s", "generate_s", "disagreement")}
-            rows.append({"mode": mode, "lag": lag, "length": length, "seed": seed, "reward": found["reward_end"], **keep})
-            common.say(f"{length} {mode} lag {lag} seed {seed}: reward {found['reward_end']:.3f}")
-    return rows
+def cells(lags: Sequence[int]) -> list[tuple[str, int]]:
+    """(mode, lag) of all runs of a seed."""
+    return [("on_policy", 0), *((mode, lag) for mode in ("none", "corrected", "refreshed") for lag in lags)]
 
 
 if __name__ == "__main__":

@@ -244,26 +244,38 @@ def finish(
         json_path: where the form is written; None prints only.
         notes: why a figure is None, or what to keep in mind, by figure name; printed below the table and kept in `config`.
     """
+    made = document(bench, config, results, notes)
+    print(table(bench, made["results"]))
+    for name, reason in (notes or {}).items():
+        print(f"  {name}: {reason}")
+    if json_path:
+        write(made, json_path)
+        print(f"  written to {json_path}")
+    return made
+
+
+def document(
+    bench: str, config: Mapping[str, Any], results: Mapping[str, Any], notes: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The form itself, JSON values only; arguments as in `finish`."""
     asked = {name: value for name, value in config.items() if name != "peer_python"}
-    form = {
+    return {
         "bench": bench,
         "config": {**_plain(asked), **({"notes": dict(notes)} if notes else {})},
         "machine": machine(),
         "versions": versions(),
         "results": _plain(dict(results)),
     }
-    text = json.dumps(form, indent=2, allow_nan=False)
-    print(table(bench, form["results"]))
-    for name, reason in (notes or {}).items():
-        print(f"  {name}: {reason}")
-    if json_path:
-        path = pathlib.Path(json_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(text + "\n")
-        partial.replace(path)  # a reader never sees half a file
-        print(f"  written to {path}")
-    return form
+
+
+def write(made: Mapping[str, Any], json_path: str | os.PathLike) -> None:
+    """Writes a form; a reader never sees half a file."""
+    text = json.dumps(made, indent=2, allow_nan=False)
+    path = pathlib.Path(json_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text + "\n")
+    partial.replace(path)
 
 
 def table(bench: str, results: Mapping[str, Any]) -> str:
@@ -279,8 +291,8 @@ def _shown(value: Any) -> str:
         return "not measured"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list) and len(str(value)) > 80:
-        return f"{len(value)} rows, see the JSON"
+    if isinstance(value, (list, dict)) and len(str(value)) > 80:
+        return f"{len(value)} {'rows' if isinstance(value, list) else 'entries'}, see the JSON"
     return str(value)
 
 

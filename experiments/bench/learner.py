@@ -1,21 +1,30 @@
-"""The learner's passes on a real model: a heavy-tailed batch packed and padded, beside a peer, and memory by row length.
+"""The learner's passes on a real model: a heavy-tailed batch packed and padded, beside a peer, and memory of a long row.
 
+python -m experiments.bench.learner --model=smollm2 --json=learner.json
 python -m experiments.bench.learner --model=smollm2 --json=learner.json --peer=hf --peer_python=hf=/path/python
 
-16 sequences of 32 to 512 tokens (1,472 in all, random ids), loss: mean next-token cross-entropy. `packed_over_padded` compares whole
-updates, optimizer included, in useful tokens per second; `tokens_per_s` and `peer_tokens_per_s` are forward and backward passes of
-the same packed batch, which is what the peer's script runs, and `loss_difference` says that both compute the same.
-`flops_fraction_of_peak` is as in `bench.step`. `segment_cost_ratio` shows that cost follows the squares of segment lengths: one
-row of many short segments against a row of one segment of the same length.
+16 sequences of 32 to 512 tokens (1,472 in all, random ids), loss: mean next-token cross-entropy. `tokens_per_s` and
+`peer_tokens_per_s` are forward and backward passes of the packed batch, the very sequences that the peer's script runs, and
+`loss_difference` says that both compute the same. `flops_fraction_of_peak` is as in `bench.step`.
 
-Memory is measured in a process of its own for each of `--memory_lengths` (1,024 to 8,192 tokens take some minutes; empty: none): `peak_rss_mb` and
-`counted_mb` are those of the longest, `memory` has all, `memory_plot` names a picture of them.
+`packed_over_padded` compares whole updates, optimizer included, in useful tokens per second, alternating in one run. Every length is
+`--update_divisor` times shorter there (padded, most of the work is padding, which takes minutes): longest over mean, on which the
+ratio depends, stays. `segment_cost_ratio` shows that cost follows the squares of segment lengths and not of row lengths: a row of one
+segment against a row of many, as long, through four layers; `segment_cost_expected` is what counted operations say.
+
+Memory is measured in a process of its own for each of `--memory_lengths` (empty: none): `peak_rss_mb` and `counted_mb` are those of the
+longest, `memory` has all, `memory_plot` names a picture of them. About five minutes on two slow cores, of which one row of 8,192
+tokens takes two; `--memory_lengths=1024,2048,4096,8192` takes two more and shows the line.
+
+The JSON is written after each part. `part_s`: seconds of each, compilation included.
 """
 
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -28,6 +37,7 @@ from adrl_jax.learner.forward import ForwardConfig
 from adrl_jax.learner.gradients import make_gradients
 from adrl_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from adrl_jax.learner.update import data_mesh, init_state
+from adrl_jax.models.transformer import init_params
 from adrl_jax.types import Rollout
 from experiments.bench import form, learner_memory, sides, workload
 from experiments.bench.peers import client
@@ -83,16 +93,26 @@ class Passes:
         return metrics
 
 
-def segment_cost(model, params, length: int = 1024, segments: int = 16) -> float:
-    """Seconds of a row of one segment over seconds of a row of many, the same number of tokens."""
-    sides_ = {}
+def segment_cost(model, repeats: int, length: int = 2048, segments: int = 16) -> dict[str, float]:
+    """Seconds of a row of one segment over seconds of a row of `segments`, the same number of tokens.
+
+    Four layers of the model's sizes with fresh weights; only the last four tokens of a segment are targets, so that the head, which
+    sees no difference, does not hide it.
+    """
+    config = dataclasses.replace(model.config, num_layers=4)
+    small = dataclasses.replace(model, config=config, params=init_params(config, jax.random.key(0)))
+    sides_, work = {}, {}
     for name, lengths in (("one", [length]), ("many", [length // segments] * segments)):
-        rollouts = as_rollouts(sequences(model.valid_vocab, lengths))
-        batch = packing.pack(rollouts, np.zeros(len(rollouts)), row_length=length, layout="plain", target_multiple=length)
-        passes = Passes(model, batch, 1)
-        sides_[name] = form.timed(lambda passes=passes: passes.gradients(params))
-    kept = form.alternate(sides_, form.MIN_REPEATS)
-    return form.median(kept["one"]) / form.median(kept["many"])
+        rollouts = supervised.examples([(ids[:-4], ids[-4:]) for ids in sequences(model.valid_vocab, lengths)])
+        sizes = dict(row_length=length, layout="plain", target_multiple=4 * segments)
+        passes = Passes(small, packing.pack(rollouts, np.zeros(len(rollouts)), **sizes), 1)
+        sides_[name] = form.timed(lambda passes=passes: passes.gradients(small.params))
+        work[name] = useful_flops(config, rollouts)
+    kept = form.alternate(sides_, repeats)
+    return {
+        **form.ratio(kept["one"], kept["many"]).results("segment_cost_ratio"),
+        "segment_cost_expected": work["one"] / work["many"],
+    }
 
 
 def with_peer(args, model, found, ours, tokens: int, notes: dict[str, str]) -> dict[str, Any]:
@@ -109,10 +129,11 @@ def with_peer(args, model, found, ours, tokens: int, notes: dict[str, str]) -> d
     return {"peer_tokens_per_s": tokens / form.median(theirs), "peer_loss": records["hf"][0]["loss"], **found_ratio}
 
 
-def memory(args, notes: dict[str, str]) -> dict[str, Any]:
+def memory(args, lengths: list[int], notes: dict[str, str]) -> dict[str, Any]:
     """Peak memory of an update for each row length, each in a process of its own."""
     rows = []
-    for length in [int(x) for x in args.memory_lengths.split(",") if x]:
+    for length in lengths:
+        sides.say(f"one update of a row of {length} tokens, in a process of its own")
         command = [sys.executable, "-m", "experiments.bench.learner_memory", f"--model={args.model}", f"--length={length}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -128,51 +149,96 @@ def memory(args, notes: dict[str, str]) -> dict[str, Any]:
     return out
 
 
-def main(argv=None) -> dict:
-    parser = form.parser(__doc__)
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder or file of weights")
-    parser.add_argument("--row_length", type=int, default=0, help="tokens of a packed row; 0: the longest sequence")
-    parser.add_argument(
-        "--memory_lengths", default="1024,2048,4096,8192", help="row lengths of the memory figures; empty: none"
-    )
-    args = parser.parse_args(argv)
-    chosen = client.names(args.peer, client.TRAIN)
-    model = sides.load(args.model)
-    holder: dict[str, Any] = {"params": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params)}
-    lengths = [n for n in LENGTHS if n <= model.config.max_positions]
-    found = sequences(model.valid_vocab, lengths)
-    rollouts, tokens = as_rollouts(found), sum(lengths)
-    both = {name: Passes(model, batch, 1) for name, batch in batches(rollouts, args.row_length or max(lengths)).items()}
+class Report:
+    """Results of parts as they come, in the JSON after each."""
 
-    results: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    sides.say("compiling the packed pass")
-    first = form.first_call(lambda: both["packed"].gradients(holder["params"]))
-    results["first_pass_s"] = first.seconds
+    def __init__(self, args):
+        self.args, self.results, self.notes = args, {}, {}
+        self._seconds: dict[str, float] = {}
+
+    def part(self, name: str, told: str, run) -> None:
+        """Runs one part, which returns entries of the results."""
+        sides.say(f"[{sum(self._seconds.values()):.0f} s] {told}")
+        began = time.monotonic()
+        self.results |= run()
+        self._seconds[name] = time.monotonic() - began
+        self.results["part_s"] = dict(self._seconds)
+        if self.args.json:
+            notes = {**self.notes, "parts": f"so far {', '.join(self._seconds)}"}
+            form.write(form.document("learner", vars(self.args), self.results, notes), self.args.json)
+
+
+def passes_of(args, model, found: list[np.ndarray], chosen: list[str], notes: dict[str, str]) -> dict[str, Any]:
+    """Forward and backward passes of the packed batch, alternating with the peer where there is one."""
+    rollouts, tokens = as_rollouts(found), sum(map(len, found))
+    longest = max(map(len, found))
+    packed = Passes(model, batches(rollouts, args.row_length or longest)["packed"], 1)
+    first = form.first_call(lambda: packed.gradients(model.params))
     loss = float(first.value.loss.numerator / first.value.loss.denominator)
-    ours = form.timed(lambda: both["packed"].gradients(holder["params"]))
+    results: dict[str, Any] = {"first_pass_s": first.seconds, "loss": loss, "peer_tokens_per_s": None}
+    del first  # gradients of the whole model
+    ours = form.timed(lambda: packed.gradients(model.params))
     if "hf" in chosen:
         results |= with_peer(args, model, found, ours, tokens, notes)
         if results.get("peer_loss") is not None:
             results["loss_difference"] = abs(loss - results["peer_loss"])
-    else:
-        results["peer_tokens_per_s"] = None
     seconds = form.median([ours() for _ in range(args.repeats)])
-    results["tokens_per_s"] = tokens / seconds
     peak = max(form.matmul_peak() for _ in range(3))
+    results["tokens_per_s"] = tokens / seconds
     results["flops_fraction_of_peak"] = useful_flops(model.config, rollouts) / seconds / peak
     results["matmul_peak_gflops"] = peak / 1e9
-    sides.say(f"forward and backward: {results['tokens_per_s']:.0f} tokens/s; one long segment against many short ones")
-    results["segment_cost_ratio"] = segment_cost(model, holder["params"], min(1024, model.config.max_positions))
-    holder["state"] = init_state(holder.pop("params"), make_optimizer(OptimizerConfig(learning_rate=LEARNING_RATE)))
-    sides.say("whole updates, packed and padded in turn")
-    kept = form.alternate({name: form.timed(lambda p=p: p.step(holder)) for name, p in both.items()}, args.repeats)
+    sides.say(f"forward and backward: {results['tokens_per_s']:.0f} tokens/s")
+    return results
+
+
+def updates_of(args, model, found: list[np.ndarray]) -> dict[str, Any]:
+    """Whole updates of a batch, packed and padded in turn. Takes the model's weights over."""
+    rollouts, tokens = as_rollouts(found), sum(map(len, found))
+    row_length = -(-(args.row_length or max(map(len, found)) * args.update_divisor) // args.update_divisor)
+    both = {name: Passes(model, batch, 1) for name, batch in batches(rollouts, row_length).items()}
+    holder = {"state": init_state(model.params, make_optimizer(OptimizerConfig(learning_rate=LEARNING_RATE)))}
+    results: dict[str, Any] = {}
+    for name, p in both.items():
+        results[f"{name}_first_update_s"] = form.first_call(lambda p=p: p.step(holder)).seconds
+        sides.say(f"{name}: first update {results[f'{name}_first_update_s']:.0f} s, with compilation")
+    # The first calls were the warm-up.
+    kept = form.alternate({name: form.timed(lambda p=p: p.step(holder)) for name, p in both.items()}, args.repeats, warmup=0)
     for name in both:
         results[f"{name}_update_s"] = form.median(kept[name])
         results[f"{name}_update_tokens_per_s"] = tokens / results[f"{name}_update_s"]
-    results |= form.ratio(kept["padded"], kept["packed"]).results("packed_over_padded")
-    results |= memory(args, notes)
-    return form.finish("learner", vars(args), results, args.json, notes)
+    return results | form.ratio(kept["padded"], kept["packed"]).results("packed_over_padded")
+
+
+def main(argv=None) -> dict:
+    parser = form.parser(__doc__)
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a folder or file of weights")
+    parser.add_argument("--row_length", type=int, default=0, help="tokens of a packed row; 0: the longest sequence")
+    parser.add_argument("--update_divisor", type=int, default=4, help="sequences of whole updates are so many times shorter")
+    parser.add_argument("--memory_lengths", default="8192", help="row lengths of the memory figures; empty: none")
+    args = parser.parse_args(argv)
+    lengths = [int(x) for x in args.memory_lengths.split(",") if x]
+    if not 1 <= args.update_divisor <= min(LENGTHS) // 2:
+        parser.error(f"--update_divisor={args.update_divisor} must be between 1 and {min(LENGTHS) // 2}")
+    if args.row_length and args.row_length < max(LENGTHS):
+        parser.error(f"--row_length={args.row_length} must be 0 or at least the longest sequence, {max(LENGTHS)}")
+    chosen = client.names(args.peer, client.TRAIN)
+    model = sides.load(args.model)
+    if lengths and not learner_memory.SEGMENTS * 2 <= min(lengths) <= max(lengths) <= model.config.max_positions:
+        least, most = learner_memory.SEGMENTS * 2, model.config.max_positions
+        parser.error(f"--memory_lengths={args.memory_lengths}: each from {least} to the model's {most} positions")
+    model = dataclasses.replace(model, params=jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), model.params))
+    kept = [n for n in LENGTHS if n <= model.config.max_positions]
+    found = sequences(model.valid_vocab, kept)
+    report = Report(args)
+    passes = lambda: passes_of(args, model, found, chosen, report.notes)  # noqa: E731
+    report.part("passes", f"{sum(kept)} tokens packed, forward and backward; compiling first", passes)
+    longest = min(2048, model.config.max_positions)
+    report.part("segments", "one long segment and many short ones", lambda: segment_cost(model, args.repeats, longest))
+    shorter = [ids[: len(ids) // args.update_divisor] for ids in found]
+    told = f"whole updates of {sum(map(len, shorter))} tokens, packed and padded in turn; compiling both first"
+    report.part("updates", told, lambda: updates_of(args, model, shorter))
+    report.part("memory", "memory", lambda: memory(args, lengths, report.notes))
+    return form.finish("learner", vars(args), report.results, args.json, report.notes)
 
 
 if __name__ == "__main__":

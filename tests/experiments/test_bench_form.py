@@ -83,6 +83,11 @@ def test_finish_writes_the_form_and_prints_the_table(tmp_path, capsys):
     assert not list(path.parent.glob("*.tmp"))
 
 
+def test_long_lists_and_tables_are_left_to_the_json():
+    text = form.table("demo", {"rows": [{"a": 1.0}] * 50, "slopes": {f"name {i}": 0.5 for i in range(9)}, "few": {"a": 1}})
+    assert "50 rows, see the JSON" in text and "9 entries, see the JSON" in text and "{'a': 1}" in text
+
+
 def test_finish_refuses_what_json_cannot_hold(tmp_path):
     with pytest.raises(TypeError, match="object"):
         form.finish("demo", {}, {"what": object()}, tmp_path / "form.json")

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from adrl_jax.learner.surrogates import SURROGATES
 from experiments import config, devices
 from experiments.schema import ConfigError
 
@@ -56,7 +57,36 @@ def test_stale_data_need_a_correction_or_leave(monkeypatch):
         config.freeze(settings(**changes, **{"runtime.allow_uncorrected": True}))
     config.freeze(settings())
     config.freeze(settings(**{"runtime.mode": "lagged", "runtime.lag": 0}))
+    config.freeze(settings(**{"runtime.mode": "overlap", "runtime.max_staleness": 0}))
     config.freeze(settings(**{"runtime.mode": "lagged", "runtime.refresh": "always"}))
+
+
+@pytest.mark.parametrize("mode", ["lagged", "overlap", "in_flight"])
+def test_a_loss_without_correction_names_its_fields_and_every_way_out_is_legal(mode):
+    plain = {"runtime.mode": mode, "learner.surrogate": "reinforce"}
+    with pytest.raises(ConfigError) as error:
+        config.freeze(settings(**plain))
+    text = str(error.value)
+    for word in (
+        f"runtime.mode='{mode}'",
+        "learner.surrogate=reinforce",
+        "learner.weight=none",
+        "learner.old_log_probs=behaviour",
+    ):
+        assert word in text
+    assert "learner.weight of token, sequence, geometric, vespo" in text and "ppo_clip" in text
+    for weight in ("token", "sequence", "geometric", "vespo"):
+        config.freeze(settings(**plain, **{"learner.weight": weight}))
+    off_policy = text.split("learner.surrogate of ")[1].split(" with")[0].split(", ")
+    assert "reinforce" not in off_policy
+    for name in off_policy:
+        assert f"learner.surrogate={name}" not in text
+        c = settings(**{"runtime.mode": mode, "learner.surrogate": name})
+        level = SURROGATES[name].level
+        c.learner.aggregation = {"token": "token", "sequence": "sequence", "group": "group"}[level]
+        own = SURROGATES[name].advantages in ("pair", "reward", "best")
+        c.learner.advantage, c.learner.row_length = "none" if own else "dr_grpo", 0
+        config.freeze(c)
 
 
 def test_groups_are_those_asked_for_or_the_first_ones():

@@ -138,21 +138,19 @@ def test_one_response_a_prompt_needs_a_value_model():
         of("grpo", **{"train.group_size": 1})
 
 
-class Lagged:
-    """Stands in for a mode that learns from earlier policies."""
-
-    mode, lag, max_staleness = "lagged", 2, 1
-
-
-def test_stale_data_with_recomputed_log_probs_need_a_weight(monkeypatch):
-    recomputed = of("decoupled_ppo", **{"learner.weight": "none", "learner.weight_high": 2.0})
-    assert not learner_rules.stale(recomputed) and not learner_rules.corrected(recomputed)
-    monkeypatch.setattr(learner_rules, "stale", lambda c: True)
-    monkeypatch.setattr(type(recomputed.runtime), "mode", "lagged", raising=False)
-    with pytest.raises(ConfigError, match=r"learner.old_log_probs='recompute' is not legal with learner.weight='none'"):
-        learner_rules.check(recomputed)
-    learner_rules.check(of("grpo"))
-    assert learner_rules.corrected(of("grpo")) and learner_rules.corrected(of("tis_grpo"))
+@pytest.mark.parametrize("mode", ["lagged", "overlap", "in_flight"])
+@pytest.mark.parametrize("old", ["recompute", "interpolate"])
+def test_stale_data_with_recomputed_log_probs_need_a_weight(mode, old):
+    unweighted = {"learner.weight": "none", "learner.weight_high": 2.0, "learner.old_log_probs": old}
+    fresh = of("decoupled_ppo", **unweighted)
+    assert not learner_rules.stale(fresh) and not learner_rules.corrected(fresh)
+    for leave in (False, True):  # leave to learn uncorrected does not cover a ratio that pretends to correct
+        with pytest.raises(
+            ConfigError, match=rf"learner.old_log_probs='{old}' is not legal with learner.weight='none'.*{mode}"
+        ):
+            of("decoupled_ppo", **unweighted, **{"runtime.mode": mode, "runtime.allow_uncorrected": leave})
+    for name in ("grpo", "tis_grpo", "decoupled_ppo"):
+        assert learner_rules.corrected(of(name, **{"runtime.mode": mode}))
 
 
 def test_every_field_of_the_learner_is_documented():

@@ -5,27 +5,13 @@ import json
 
 import numpy as np
 import pytest
+from rlhf_world import tiny
 
 from adrl_jax.rewards import reward_model as models
 from adrl_jax.runtime import loop
 from experiments import build, config, evaluate, presets, resolve, reward_config, reward_model, schema, sft
 from experiments.ablations import off_policy
 from experiments.schema import ConfigError
-
-
-def tiny():
-    c = config.get_config()
-    c.task.train_prompts, c.task.eval_prompts, c.task.max_prompt_tokens = 12, 4, 6
-    c.task.max_steps, c.task.reward_workers = 5, 0
-    m = c.model
-    m.num_layers, m.hidden_size, m.intermediate_size = 1, 16, 32
-    m.num_heads, m.num_kv_heads, m.head_dim, m.max_positions = 2, 1, 8, 64
-    c.train.steps, c.train.prompts_per_step, c.train.group_size, c.train.max_new_tokens = 2, 2, 2, 20
-    c.rollout.strategies, c.rollout.max_batch, c.rollout.batch_buckets = ("off",), 4, (4,)
-    c.learner.row_length, c.learner.row_multiple, c.learner.target_multiple = 64, 2, 64
-    c.warm_start.steps, c.warm_start.batch_size, c.warm_start.examples = 3, 4, 8
-    c.log.compare_repeats, c.log.tensorboard, c.log.report = 0, False, False
-    return c
 
 
 @pytest.fixture(scope="module")

@@ -255,3 +255,15 @@ def test_a_launch_is_charged_for_its_drafters_catching_up(world, monkeypatch):
     engine.publish(world.params, 0, world.drafter_params)
     launches = engine.generate([request()], SamplingParams(), fixed(1), fixed(1).init()).stats.launches
     assert launches and min(x.seconds for x in launches) >= 0.05
+
+
+def test_another_seed_is_the_same_programs_and_that_seeds_tokens(world, requests_of):
+    engine, other = world.engine(**SMALL), world.engine(seed=SEED + 1, **SMALL)
+    work = requests_of()
+    run = lambda e: [r.token_ids.tolist() for r in e.generate(work, SamplingParams(), fixed(0), fixed(0).init()).rollouts]  # noqa: E731
+    first, wanted = run(engine), run(other)
+    programs = len(engine.programs)
+    engine.reseed(SEED + 1)
+    assert run(engine) == wanted != first and len(engine.programs) == programs
+    engine.reseed(SEED)
+    assert run(engine) == first

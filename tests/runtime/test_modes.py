@@ -10,9 +10,12 @@ import pytest
 from async_world import Worlds
 
 from adrl_jax.checkpoint import Checkpointer
+from adrl_jax.learner.update import policy_params
 from adrl_jax.metrics import read_lines
-from adrl_jax.runtime import stop
+from adrl_jax.models.transformer import engine_layout
+from adrl_jax.runtime import cursor, publish, stop
 from adrl_jax.runtime.batches import Maker
+from adrl_jax.runtime.parts import RunState
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +207,29 @@ def test_publishing_reaches_the_generators_device(worlds, tmp_path):
     parts = worlds._parts[True, 1, 1]
     assert parts.generator_device == jax.devices()[1]
     assert {d for x in jax.tree.leaves(parts.engine.params) for d in x.devices()} == {jax.devices()[1]}
+
+
+@pytest.mark.parametrize("mode", ["sync", "lagged", "pinned", "in_flight"])
+def test_ratios_are_one_for_fresh_data_and_not_for_stale_data(runs, mode):
+    """Log-probs are those of the law that drew, whoever learns: recomputed ones would hide how old a batch is."""
+    for row in rows(runs(mode)):
+        assert row["mismatch/max_abs_delta"] < 1e-4 if ages(row) == {0} else row["mismatch/max_abs_delta"] > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["sync", "lagged", "overlap", "in_flight"])
+def test_what_is_served_in_the_end_are_the_learners_weights(worlds, tmp_path, mode):
+    """The last publish reached the engine, whose layout holds the very numbers of the last checkpoint."""
+    worlds.run(tmp_path, mode, **{"train.steps": 2})
+    parts = worlds._parts[mode in ("overlap", "in_flight"), 1, 1]
+    saver = Checkpointer(tmp_path / "checkpoints")
+    state = RunState(parts.init_learner(), parts.bandit.init(), cursor.init(0, 12), np.int32(0), np.int32(0))
+    learner = saver.restore(saver.latest(), state).learner
+    saver.close()
+    assert parts.engine.version == int(learner.version) == 2
+    wanted = jax.tree.leaves(engine_layout(policy_params(learner), parts.model_config))
+    for served, own in zip(jax.tree.leaves(parts.engine.params), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(served), np.asarray(own))
+    assert publish.fingerprint(policy_params(learner)) == rows(tmp_path)[-1]["fingerprint"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "lagged"])
