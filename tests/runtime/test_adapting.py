@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,10 +14,13 @@ from adrl_jax.drafter import checkpoint as saved
 from adrl_jax.drafter.monitor import MonitorConfig, MonitorState
 from adrl_jax.drafter.saving import saves
 from adrl_jax.metrics import read_lines
+from adrl_jax.models.families import ModelConfig
 from adrl_jax.runtime import loop
 from adrl_jax.runtime.adapting import Adapting, AdaptingConfig
+from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.strategy import OFF, Strategy
-from experiments import build, resolve
+from experiments import adapt, build, resolve
+from experiments.schema import ConfigError
 
 FEW = {"compare_repeats": 0, "report": False}
 COMMON = {"bandit.name": "fixed", "bandit.arm": "eagle-d2", "learner.minibatches": 1}
@@ -119,3 +123,12 @@ def test_the_alarm_is_a_warning_and_a_metric(caplog):
         Adapting(AdaptingConfig("spot"))
     with pytest.raises(ValueError, match="mode='always' is unknown"):
         AdaptingConfig("always")
+
+
+def test_a_buffer_that_holds_no_whole_response_is_refused_before_the_run():
+    big = ModelConfig("llama", 64, 8192, 8192, 1, 2, 1, 8, max_positions=4096)
+    c = settings(**{"drafter.when": "spot", "drafter.spot_steps": 1, "drafter.buffer_megabytes": 1, "train.max_new_tokens": 58})
+    target = SimpleNamespace(tokenizer=SimpleNamespace(size=64))
+    with pytest.raises(ConfigError, match=r"drafter.buffer_megabytes=1.*at least 2, the hidden states of one response of 64"):
+        adapt.adapting(c, target, Eagle(big))
+    assert adapt.adapting(c, target, Eagle(dataclasses.replace(big, hidden_size=16))).trainer.buffer.max_bytes == 2**20
