@@ -14,7 +14,8 @@ import os
 
 if "XLA_FLAGS" not in os.environ:  # before JAX is imported: an operation is one thread's work, and the pool has none to spare
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
-    os.environ.setdefault("NPROC", "1")
+    os.environ.setdefault("PJRT_NPROC", "1")
+    os.environ.setdefault("NPROC", "1")  # what other versions of XLA call it
 
 import jax
 import numpy as np
