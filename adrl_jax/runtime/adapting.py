@@ -87,6 +87,7 @@ class Adapting:
         self.saver: DrafterSaver | None = None
         self.state = MonitorState()
         self._step, self._before, self._row = 0, (0, 0), {}
+        self._engine: Any = None
         # As of the last step that was done. A run may be asked to stop in the middle of the next, which then is left undone.
         self._done: tuple[MonitorState, remembered.Memory | None] = self.state, None
 
@@ -137,7 +138,7 @@ class Adapting:
         def collect(rollout: Rollout, hidden: np.ndarray) -> None:
             self.trainer.buffer.add(Sample(rollout, hidden, version, step))
 
-        engine.collect = collect
+        self._engine, engine.collect = engine, collect
 
     def after_rollout(self, engine: Any, launches: Sequence[LaunchRecord]) -> None:
         """Looks at acceptance; on a single device the trainer's steps come now."""
@@ -180,7 +181,9 @@ class Adapting:
         return learner
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written. A rollout that broke off leaves nothing behind that collects."""
+        if self._engine is not None:
+            self._engine.collect = None
         if self.saver is not None:
             self.saver.wait()
 
