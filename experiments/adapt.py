@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from adrl_jax.drafter.buffer import DataBuffer
 from adrl_jax.drafter.monitor import MonitorConfig
@@ -29,7 +30,16 @@ def adapting(c: Config, target: "Policy", eagle: Eagle | None) -> Adapting:
     d, trainer = c.drafter, None
     if d.when == "spot":
         # Room for the longest sequence; shorter ones share a row.
-        row_length = packing.round_up(c.task.max_prompt_tokens + c.train.max_new_tokens, 64)
+        longest = c.task.max_prompt_tokens + c.train.max_new_tokens
+        row_length = packing.round_up(longest, 64)
+        # A response that alone exceeds the buffer would end the run in the middle of a rollout.
+        needed = longest * eagle.target.hidden_channels * jnp.dtype(eagle.target.compute_dtype).itemsize
+        require(
+            needed <= d.buffer_megabytes * 2**20,
+            "drafter.buffer_megabytes",
+            d.buffer_megabytes,
+            f"at least {-(-needed // 2**20)}, the hidden states of one response of {longest} tokens with its prompt",
+        )
         trainer = DrafterTrainer(
             eagle.target,
             resolve.drafter_loss_config(c),

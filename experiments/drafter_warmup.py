@@ -62,8 +62,15 @@ def _told(record: dict[str, Any], workdir: Path) -> str:
     return "\n".join(lines)
 
 
-def run(c: WarmupConfig, workdir: Path) -> dict[str, Any]:
+def run(
+    c: WarmupConfig, workdir: Path, *, read: dict[Any, list[warmup.Lesson]] | None = None, measure_before: bool = True
+) -> dict[str, Any]:
     """Generates, trains, measures and saves; returns what is written to `drafter.json` beside the target's facts.
+
+    Args:
+        read: what the policy made of the responses, kept from one call to the next where only the training differs. All calls
+            must be given the same responses.
+        measure_before: whether the untrained drafter is measured too; else its accept lengths are left out.
 
     Raises:
         ConfigError, ValueError, FileNotFoundError: something that the user can mend.
@@ -79,11 +86,17 @@ def run(c: WarmupConfig, workdir: Path) -> dict[str, Any]:
     rollouts = _responses(c, workdir, target, served, identity, train)
     generated_s = time.perf_counter() - began
     drafter, drafter_params = _fresh(c, target, rollouts)
-    lessons = _lessons(c, drafter, params, rollouts)
+    layout = drafter.taps, c.training.rows, c.training.row_length
+    read = {} if read is None else read
+    if layout not in read:
+        read[layout] = _lessons(c, drafter, params, rollouts)
+    lessons = read[layout]
 
     engine = _evaluation_engine(c, target, drafter)
-    before, _ = _accept_lengths(c, engine, served, drafter_params, held_out, "before")
-    lines.append({"phase": "evaluate", "step": 0, **_flat("accept_length", before)})
+    before: dict[str, float] = {}
+    if measure_before:
+        before, _ = _accept_lengths(c, engine, served, drafter_params, held_out, "before")
+        lines.append({"phase": "evaluate", "step": 0, **_flat("accept_length", before)})
     began = time.perf_counter()
     drafter_params, skipped = _train(c, drafter, target.tokenizer.size, params, drafter_params, lessons, lines)
     train_s = time.perf_counter() - began

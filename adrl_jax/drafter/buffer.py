@@ -20,7 +20,7 @@ Shapes: `R` response tokens, `n` tokens of prompt and response, `C` channels of 
 
 import dataclasses
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -137,11 +137,36 @@ class DataBuffer:
         with self._lock:
             return tuple(sorted({s.version for s in self._samples.values()}))
 
+    def kinds(self) -> dict[tuple[float, int, np.dtype], Sample]:
+        """One sample for each temperature, number of channels and dtype that there is: so many programs a trainer needs."""
+        with self._lock:
+            return {(s.rollout.sampling.temperature, s.hidden.shape[1], s.hidden.dtype): s for s in self._samples.values()}
+
     def clear(self) -> None:
         """Forgets everything but its sizes."""
         with self._lock:
             self._samples, self._lengths, self._bytes, self._step = {}, {}, 0, None
             self._unseen = {"early": [], "late": []}
+
+    def remembered(self) -> tuple[int | None, list[Sample], dict[Key, int]]:
+        """What the next step may still draw: this step (None before the first), its samples in the order in which they came, and
+        the lengths of all its responses, evicted ones too."""
+        with self._lock:
+            samples = [s for s in self._samples.values() if s.step == self._step]
+            return self._step, samples, dict(self._lengths.get(self._step, {}))
+
+    def recall(self, step: int, samples: Sequence[Sample], lengths: Mapping[Key, int]) -> None:
+        """Takes back what `remembered` gave, in place of everything that is there. What does not fit any more, since the sizes
+        are others now, counts as evicted."""
+        with self._lock:
+            self.clear()
+            self.begin_step(step)
+            for sample in samples:
+                if sample.tokens > self.row_length or sample.nbytes > self.max_bytes:
+                    self.evicted += 1
+                else:
+                    self.add(sample)
+            self._lengths[step] = dict(lengths)
 
     def begin_step(self, step: int) -> None:
         """From here on `step` is this step; what is older than the one before is forgotten.

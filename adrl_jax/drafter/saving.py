@@ -1,7 +1,8 @@
 """Saves of the drafter alone while training goes on: what is trained and nothing else, written in the background, whole or not at all.
 
 Embedding and vocabulary projection are the target's and frozen; they are most of a drafter's bytes and never written. The caller
-waits for a copy of the rest in memory only. A save is a folder `<root>/<version>` as `checkpoint` reads it, with the optimizer's
+does not even wait for a copy of the rest: one is asked of the device, which makes it before the next update may take the buffers
+over, and all else happens in the background. A save is a folder `<root>/<version>` as `checkpoint` reads it, with the optimizer's
 state beside it; it is written under another name and renamed last, so whatever ends the process, a folder with a number for its
 name is complete.
 """
@@ -11,10 +12,11 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
@@ -53,15 +55,17 @@ class DrafterSaver:
         params: Any,
         opt_state: Any,
         *,
-        target_fingerprint: str,
+        target_fingerprint: str | Callable[[], str],
         record: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts writing and returns once everything is copied; a version that is there already is left as it is.
+        """Starts writing and returns at once: what is given may be donated to the next update. A version that is there already is
+        left as it is.
 
         Args:
             params: the drafter's; its map of draft ids is saved, what it serves of the target is not.
             opt_state: any pytree of arrays.
-            target_fingerprint, record: as in `checkpoint.save`.
+            target_fingerprint: as in `checkpoint.save`, or what tells it in the background.
+            record: as in `checkpoint.save`.
 
         Raises:
             what went wrong with the save before.
@@ -70,12 +74,13 @@ class DrafterSaver:
         if (self.root / str(version)).exists():
             return
         trained, fixed = eagle.split(params)
-        # Copies: the next step gives the buffers away.
-        params, moments = jax.tree.map(lambda x: np.array(x, copy=True), ({**trained, **fixed}, named_arrays(opt_state)))
+        copies = device_copies(({**trained, **fixed}, named_arrays(opt_state)))
 
         def write() -> None:
             try:
-                self._write(int(version), params, moments, target_fingerprint, record)
+                params, moments = jax.device_get(copies)
+                found = target_fingerprint if isinstance(target_fingerprint, str) else target_fingerprint()
+                self._write(int(version), params, moments, found, record)
             except BaseException as error:
                 self._fault = error
 
@@ -108,6 +113,12 @@ class DrafterSaver:
         part.rename(self.root / str(version))
         for old in saves(self.root)[: -self.keep]:
             shutil.rmtree(self.root / str(old))
+
+
+@jax.jit
+def device_copies(tree: Any) -> Any:
+    """One launch for all leaves. The next step gives the buffers away; it has to wait for who still reads them, so order is kept."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def saves(root: str | os.PathLike) -> list[int]:

@@ -8,6 +8,7 @@ over, with a step perhaps still under way on a device that has nothing else to d
 """
 
 import enum
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 _PAUSE = 0.02  # seconds until an idle group looks again whether there is something to train on
+_SWITCH = 2e-4  # seconds that a thread which wants the interpreter waits at most; 5e-3 is a whole launch of a small model
 
 
 class Phase(enum.Enum):
@@ -114,6 +116,9 @@ class Spot:
             the first job's error, once all have ended; see `wait` for those of training.
         """
         self.wait()
+        # Packing a lesson is the trainer's only long piece of Python: rollouts that go on must get their turn within it.
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, _SWITCH))
         coordinator, began = Coordinator(len(jobs)), self._clock()
         results: list[T | None] = [None] * len(jobs)
         faults: list[BaseException] = []
@@ -140,9 +145,12 @@ class Spot:
                 coordinator.leave(index)
 
         self._threads = [threading.Thread(target=group, args=(i,), name=f"group-{i}", daemon=True) for i in range(len(jobs))]
-        for thread in self._threads:
-            thread.start()
-        coordinator.over.wait()
+        try:
+            for thread in self._threads:
+                thread.start()
+            coordinator.over.wait()
+        finally:
+            sys.setswitchinterval(usual)
         self._facts = finished, self._clock() - began, steps
         if faults:
             raise faults[0]

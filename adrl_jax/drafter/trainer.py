@@ -7,7 +7,7 @@ takes copies of what it is given, since steps donate their buffers, and it lives
 
 import dataclasses
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from adrl_jax.drafter import warmup
-from adrl_jax.drafter.buffer import DataBuffer, EmptyBuffer, StaleFeatures
+from adrl_jax.drafter.buffer import DataBuffer, EmptyBuffer, Sample, StaleFeatures
 from adrl_jax.drafter.lessons import pack_samples
 from adrl_jax.drafter.loss import DrafterLossConfig
 from adrl_jax.models.families import ModelConfig
@@ -127,6 +127,7 @@ class DrafterTrainer:
         self._state: warmup.WarmupState | None = None
         self._fixed: Any = None
         self._version = 0
+        self._ready: set[tuple[jax.Device, Any]] = set()
 
     @property
     def loaded(self) -> bool:
@@ -156,18 +157,48 @@ class DrafterTrainer:
             applied = int(state.step) - int(state.skipped)
             return Trained({**state.trained, **self._fixed}, state.opt_state, self._version + applied)
 
+    def prepare(self, devices: Collection[jax.Device]) -> None:
+        """Compiles the step for the devices and for every kind of sample that the buffer holds now; nothing is learnt.
+
+        A compilation cannot be put aside when the rollout ends, and tracing it holds the interpreter that the rollout needs: so
+        it is not for a rollout's tail. Where there are no samples yet, as before the first rollout, nothing happens.
+
+        Raises:
+            ValueError: nothing is loaded.
+        """
+        with self._lock:
+            if self._state is None:
+                raise ValueError("the trainer has no drafter: call load first")
+            for kind, sample in self.buffer.kinds().items():
+                if sample.version not in self.heads:
+                    continue
+                # A lesson without targets changes nothing.
+                lesson = self._lesson([sample])
+                empty = lesson._replace(batch=lesson.batch._replace(target_mask=np.zeros_like(lesson.batch.target_mask)))
+                for device in devices:
+                    if (device, kind) in self._ready:
+                        continue
+                    copies = jax.device_put(jax.tree.map(lambda x: jnp.array(x, copy=True), self._state), device)
+                    fixed, head = jax.device_put(self._fixed, device), self.heads.of(sample.version, device)
+                    jax.block_until_ready(self._step(copies, fixed, head, _placed(empty, device)))
+                    self._ready.add((device, kind))
+
     def try_step(self, device: jax.Device | None = None) -> bool:
         """`step`, for a thread of its own: False where nothing is loaded (any more), or there is nothing to learn from.
 
         Args:
-            device: where the step is to run; the trainer's state moves there. None: where it is.
+            device: where the step is to run; the trainer's state moves there, and what would have to be compiled first is not
+                done (see `prepare`). None: where it is.
         """
         with self._lock:
             if not self.loaded:
                 return False
-            if device is not None and device != self._device:
-                self._device = device
-                self._state, self._fixed = jax.device_put((self._state, self._fixed), device)
+            if device is not None:
+                if any((device, kind) not in self._ready for kind in self.buffer.kinds()):
+                    return False
+                if device != self._device:
+                    self._device = device
+                    self._state, self._fixed = jax.device_put((self._state, self._fixed), device)
             return self.step() is not None
 
     def step(self) -> dict[str, float] | None:
@@ -184,17 +215,22 @@ class DrafterTrainer:
             samples = self.buffer.draw(rng, self.config.rows, self.heads.versions)
         except EmptyBuffer:
             return None
-        lesson = pack_samples(samples, rows=self.config.rows, row_length=self.buffer.row_length)
+        lesson = self._lesson(samples)
         before = self.skipped
-        state, metrics = self._step(self._state, self._fixed, self.heads.of(lesson.version, self._device), self._placed(lesson))
+        head = self.heads.of(lesson.version, self._device)
+        state, metrics = self._step(self._state, self._fixed, head, _placed(lesson, self._device))
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
         self._state, self.steps = state, self.steps + 1
         # NaN or infinite: the step kept the weights as they were.
         self.skipped += not np.isfinite([values["loss"], values["grad_norm"]]).all()
         return values | {"skipped": self.skipped - before, "tokens": lesson.tokens, "version": lesson.version}
 
-    def _placed(self, lesson: warmup.Lesson) -> warmup.Lesson:
-        if self._device is None:
-            return lesson
-        batch, hidden, log_probs = jax.device_put(warmup.arrays_of(lesson), self._device)
-        return lesson._replace(batch=batch, hidden=hidden, log_probs=log_probs)
+    def _lesson(self, samples: Sequence[Sample]) -> warmup.Lesson:
+        return pack_samples(samples, rows=self.config.rows, row_length=self.buffer.row_length)
+
+
+def _placed(lesson: warmup.Lesson, device: jax.Device | None) -> warmup.Lesson:
+    if device is None:
+        return lesson
+    batch, hidden, log_probs = jax.device_put(warmup.arrays_of(lesson), device)
+    return lesson._replace(batch=batch, hidden=hidden, log_probs=log_probs)

@@ -11,7 +11,7 @@ In whatever mode, no token of any rollout depends on the drafter: coupled verifi
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from adrl_jax.drafter.saving import DrafterSaver
 from adrl_jax.drafter.trainer import DrafterTrainer
 from adrl_jax.learner.update import policy_params
 from adrl_jax.rollout.stats import LaunchRecord
-from adrl_jax.runtime.publish import Snapshot, fingerprint
+from adrl_jax.runtime import remembered
+from adrl_jax.runtime.publish import Snapshot, fingerprint_later
 from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.types import Rollout
@@ -86,25 +87,35 @@ class Adapting:
         self.saver: DrafterSaver | None = None
         self.state = MonitorState()
         self._step, self._before, self._row = 0, (0, 0), {}
+        self._engine: Any = None
+        # As of the last step that was done. A run may be asked to stop in the middle of the next, which then is left undone.
+        self._done: tuple[MonitorState, remembered.Memory | None] = self.state, None
 
     @property
     def wanted(self) -> bool:
         """Whether the next policy update is to train the drafter too."""
         return self.config.mode == "joint" or (self.config.mode == "on_demand" and self.state.training)
 
-    def begin(self, record: Any, workdir: Path) -> None:
-        """At the start of a run, or where one goes on: `record` is what `record()` gave, or None. Saves go to
-        `workdir/drafter`."""
+    def begin(self, record: Any, workdir: Path, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """At the start of a run, or where one goes on: `record` and `arrays` are what `record()` and `arrays()` gave, or None.
+        Saves go to `workdir/drafter`."""
         self.state = MonitorState() if record is None else MonitorState(*record)
         if self.config.save_every:
             self.saver = DrafterSaver(workdir / "drafter", self.drafter)
         if self.trainer is not None:
-            self.trainer.buffer.clear()
-            self.trainer.heads.keep(())
+            remembered.recall(self.trainer, arrays or {})
+        self._commit()
 
     def record(self) -> list[Any]:
-        """The monitor's state as JSON. Samples are not saved: a run that goes on fills its buffer anew."""
-        return list(self.state)
+        """The monitor's state after the last step that was done, as JSON."""
+        return list(self._done[0])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the trainer remembered after the last step that was done, for the run's checkpoint; see `remembered`."""
+        return remembered.to_arrays(self._done[1])
+
+    def _commit(self) -> None:
+        self._done = self.state, None if self.trainer is None else remembered.of(self.trainer)
 
     def published(self, snapshot: Snapshot) -> None:
         """A new pair of policy and drafter is served: its head is the teacher of what it draws."""
@@ -121,11 +132,13 @@ class Adapting:
         self.trainer.heads.keep({*self.trainer.buffer.versions, version})
         self.trainer.load(learner.drafter_params, learner.drafter_opt_state, int(learner.drafter_version))
         self._before = self.trainer.steps, self.trainer.skipped
+        # Several groups train while others roll out: what that needs is compiled now, not then.
+        self.trainer.prepare(getattr(engine, "devices", ()))
 
         def collect(rollout: Rollout, hidden: np.ndarray) -> None:
             self.trainer.buffer.add(Sample(rollout, hidden, version, step))
 
-        engine.collect = collect
+        self._engine, engine.collect = engine, collect
 
     def after_rollout(self, engine: Any, launches: Sequence[LaunchRecord]) -> None:
         """Looks at acceptance; on a single device the trainer's steps come now."""
@@ -154,20 +167,23 @@ class Adapting:
         return dict(self._row)
 
     def hand_back(self, learner: Any) -> Any:
-        """The learner's state with what the trainer made of the drafter, where it made anything."""
+        """The learner's state with what the trainer made of the drafter, where it made anything: the step's last word."""
         learner = self._taken_over(learner)
+        self._commit()
         if self.saver is not None and self._step % self.config.save_every == 0:
             self.saver.save(
                 int(learner.drafter_version),
                 learner.drafter_params,
                 learner.drafter_opt_state,
-                target_fingerprint=fingerprint(policy_params(learner)),
+                target_fingerprint=fingerprint_later(policy_params(learner)),
                 record={"step": self._step},
             )
         return learner
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written. A rollout that broke off leaves nothing behind that collects."""
+        if self._engine is not None:
+            self._engine.collect = None
         if self.saver is not None:
             self.saver.wait()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from adrl_jax import checkpoint
 from adrl_jax.metrics import JsonLines, MetricLog
-from adrl_jax.runtime import cursor, publish, work
+from adrl_jax.runtime import cursor, publish, remembered, work
 from adrl_jax.runtime.batches import Saved
 from adrl_jax.runtime.parts import LoopConfig, Parts, RunState
 
@@ -25,6 +25,7 @@ class Folder:
 
     Attributes:
         facts: numbers that are summed up over processes, as JSON.
+        drafter: what the drafter's trainer remembered when the checkpoint was made, see `remembered`; empty on a fresh run.
         metrics, samples, arms: the logs, after `open_logs`.
     """
 
@@ -32,6 +33,7 @@ class Folder:
         self.parts, self.config, self.path = parts, config, path
         self.checkpointer = checkpoint.Checkpointer(path / "checkpoints", keep=config.checkpoints_kept)
         self.facts: dict[str, Any] = {"seconds": 0.0, "evaluations": {}, "accept_passes": 0, "accept_tokens": 0}
+        self.drafter: dict[str, np.ndarray] = {}
         self.metrics: MetricLog | None = None
         self.samples: JsonLines | None = None
         self.arms: JsonLines | None = None
@@ -77,7 +79,9 @@ class Folder:
             )
         self.facts = host["facts"]
         under_way = host.get("work", {})
-        finished = work.from_arrays(self.checkpointer.work(saved)) if under_way.get("groups") else {}
+        arrays = self.checkpointer.work(saved)
+        finished = work.from_arrays(arrays) if under_way.get("groups") else {}
+        self.drafter = {name: x for name, x in arrays.items() if name.startswith(remembered.PREFIX)}
         begun = {int(step): int(version) for step, version in under_way.get("begun", {}).items()}
         return state, Saved(state.bandit, finished, work.launches_from_json(under_way.get("launches", {})), begun)
 
@@ -133,7 +137,7 @@ class Folder:
                     "begun": {str(step): version for step, version in under_way.begun.items()},
                 },
             },
-            work.to_arrays(under_way.finished),
+            work.to_arrays(under_way.finished) | self.parts.adapting.arrays(),
         )
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from adrl_jax.bandit.base import Bandit
 from adrl_jax.drafter.spot import Spot
 from adrl_jax.rollout.engine import Engine, GenerateResult
-from adrl_jax.rollout.stats import LaunchRecord, RolloutStats
+from adrl_jax.rollout.serving import Serving
+from adrl_jax.rollout.stats import RolloutStats
 from adrl_jax.types import Request, Rollout, SamplingParams
 
 
@@ -32,7 +33,7 @@ class Grouped:
 
 
 class EngineGroup:
-    """See the module's docstring; `publish` and `generate` are those of `Engine`.
+    """See the module's docstring; everything public is as in `Engine`, and where it is not the docstring says so.
 
     Attributes:
         engines, devices: one a group.
@@ -57,12 +58,25 @@ class EngineGroup:
         return self.engines[0].config
 
     @property
+    def model_config(self):
+        return self.engines[0].model_config
+
+    @property
     def drafters(self):
         return self.engines[0].drafters
 
     @property
+    def programs(self) -> tuple[Any, ...]:
+        """Compiled programs of each group: a device compiles its own."""
+        return tuple(engine.programs for engine in self.engines)
+
+    @property
     def version(self) -> int:
         return self.engines[0].version
+
+    @property
+    def drafter_version(self) -> int:
+        return self.engines[0].drafter_version
 
     @property
     def params(self) -> Any:
@@ -88,17 +102,15 @@ class EngineGroup:
                 own, drafters = jax.device_put((params, dict(drafter_params or {})), device)
                 engine.publish(own, version, drafters, drafter_version)
 
+    def publish_drafter(self, drafter_params: Mapping[str, Any], drafter_version: int) -> None:
+        """As `Engine.publish_drafter`, a copy on each device."""
+        self.spot.wait()
+        for engine, device in zip(self.engines, self.devices):
+            with jax.default_device(device):
+                engine.publish_drafter(jax.device_put(dict(drafter_params), device), drafter_version)
+
     def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        bandit: Bandit | Grouped,
-        bandit_state: Any,
-        *,
-        replay_arms: Sequence[int] | None = None,
-        on_launch: Callable[[LaunchRecord], None] | None = None,
-        expected_tokens: Sequence[float] | None = None,
-        history: Any = None,
+        self, requests: Sequence[Request], sampling: SamplingParams, bandit: Bandit | Grouped, bandit_state: Any, **more: Any
     ) -> GenerateResult:
         """As `Engine.generate`.
 
@@ -107,40 +119,78 @@ class EngineGroup:
                 first one's is returned.
 
         Raises:
-            ValueError: arms are to be replayed, or there is a history: both are one engine's.
+            ValueError: as there; or arms are to be replayed, there is a history, or requests come while it runs: these are one
+                engine's.
         """
-        if replay_arms is not None or history is not None:
-            raise ValueError("replay_arms and history are for one engine; this rollout runs on several device groups")
-        count = len(self.engines)
-        grouped = isinstance(bandit, Grouped)
-        states = list(bandit_state) if grouped else [bandit_state] * count
-        inner = bandit.bandit if grouped else bandit
-        shares = deal(requests, count)
+        return self.serving(requests, sampling, bandit, bandit_state, **more).run()
 
-        def job(group: int) -> GenerateResult | None:
-            chosen = shares[group]
-            if not chosen:
-                return None
-            with jax.default_device(self.devices[group]):
-                return self.engines[group].generate(
-                    [requests[i] for i in chosen],
-                    sampling,
-                    inner,
-                    states[group],
-                    on_launch=on_launch,
-                    expected_tokens=None if expected_tokens is None else [expected_tokens[i] for i in chosen],
+    def serving(
+        self, requests: Sequence[Request], sampling: SamplingParams, bandit: Bandit | Grouped, bandit_state: Any, **more: Any
+    ) -> "GroupServing":
+        """As `Engine.serving`: a call of `generate` that has not begun."""
+        given = [name for name in ("replay_arms", "history", "flow") if more.get(name) is not None]
+        if given:
+            raise ValueError(f"{given[0]} is for one engine; this rollout runs on several device groups")
+        self.check(requests)
+        return GroupServing(self, requests, sampling, bandit, bandit_state, more)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """As `Engine.check`."""
+        self.engines[0].check(requests)
+
+
+class GroupServing:
+    """One call of `EngineGroup.generate`; `run` may be called once."""
+
+    def __init__(
+        self,
+        group: EngineGroup,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        bandit: Bandit | Grouped,
+        bandit_state: Any,
+        more: Mapping[str, Any],
+    ):
+        count = len(group.engines)
+        self._group, self._requests = group, requests
+        self._grouped = isinstance(bandit, Grouped)
+        self._before = list(bandit_state) if self._grouped else [bandit_state] * count
+        self._shares = deal(requests, count)
+        inner, expected = bandit.bandit if self._grouped else bandit, more.get("expected_tokens")
+        self._calls: list[Serving | None] = [None] * count
+        # A group without requests does nothing; but where there are none at all, one engine says what comes of that.
+        for i in [i for i in range(count) if self._shares[i]] or [0]:
+            chosen = self._shares[i]
+            own = dict(more) if expected is None else {**more, "expected_tokens": [expected[k] for k in chosen]}
+            with jax.default_device(group.devices[i]):
+                self._calls[i] = group.engines[i].serving(
+                    [requests[k] for k in chosen], sampling, inner, self._before[i], **own
                 )
 
+    @property
+    def bandit_state(self) -> Any:
+        """How far the bandits are."""
+        states = [old if call is None else call.bandit_state for old, call in zip(self._before, self._calls)]
+        return tuple(states) if self._grouped else states[0]
+
+    def run(self) -> GenerateResult:
+        """Finishes all requests."""
+
+        def job(i: int) -> GenerateResult | None:
+            if self._calls[i] is None:
+                return None
+            with jax.default_device(self._group.devices[i]):
+                return self._calls[i].run()
+
         began = time.perf_counter()
-        results = self.spot.run([functools.partial(job, group) for group in range(count)])
+        results = self._group.spot.run([functools.partial(job, i) for i in range(len(self._calls))])
         seconds = time.perf_counter() - began
-        rollouts: list[Rollout | None] = [None] * len(requests)
-        for chosen, result in zip(shares, results):
-            for i, rollout in zip(chosen, [] if result is None else result.rollouts):
-                rollouts[i] = rollout
-        states = [s if r is None else r.bandit_state for s, r in zip(states, results)]
+        rollouts: list[Rollout | None] = [None] * len(self._requests)
+        for chosen, result in zip(self._shares, results):
+            for k, rollout in zip(chosen, [] if result is None else result.rollouts):
+                rollouts[k] = rollout
         stats = together([r.stats for r in results if r is not None], seconds)
-        return GenerateResult(rollouts, tuple(states) if grouped else states[0], stats)
+        return GenerateResult(rollouts, self.bandit_state, stats)
 
 
 def deal(requests: Sequence[Request], groups: int) -> list[list[int]]:

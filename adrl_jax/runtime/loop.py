@@ -103,7 +103,7 @@ class _Run:
             self.folder.close()
             return Outcome("already_done", finished)
         self.state, self.under_way = self.folder.begin()
-        self.parts.adapting.begin(self.folder.facts.get("drafter"), self.workdir)
+        self.parts.adapting.begin(self.folder.facts.get("drafter"), self.workdir, self.folder.drafter)
         if self.state.clock:
             log.info("going on from %s", self._where())
         self.known = choice.Known(**self.folder.facts.get("refresh", {}))

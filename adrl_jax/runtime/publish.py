@@ -6,7 +6,7 @@ version and a fingerprint of policy and drafter: the policy's changes by updates
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -91,11 +91,21 @@ _one_program = jax.jit(engine_layout, static_argnums=1)
 
 def fingerprint(tree: Any) -> str:
     """16 hex digits that change when any bit of any leaf, a leaf's name or its dtype changes (not a cryptographic hash)."""
+    return fingerprint_later(tree)()
+
+
+def fingerprint_later(tree: Any) -> Callable[[], str]:
+    """`fingerprint`, asked for now and read later, from any thread: the tree's buffers may be given away meanwhile."""
     sums = named_arrays(_checksums(tree))
-    digest = hashlib.sha256()
-    for name, leaf in named_arrays(tree).items():
-        digest.update(f"{name} {leaf.dtype} {leaf.shape} {int(sums[name])};".encode())
-    return digest.hexdigest()[:16]
+    facts = {name: f"{name} {leaf.dtype} {leaf.shape}" for name, leaf in named_arrays(tree).items()}
+
+    def read() -> str:
+        digest = hashlib.sha256()
+        for name, fact in facts.items():
+            digest.update(f"{fact} {int(sums[name])};".encode())
+        return digest.hexdigest()[:16]
+
+    return read
 
 
 @jax.jit

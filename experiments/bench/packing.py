@@ -1,10 +1,11 @@
 """Packed against padded batches of heavy-tailed lengths, in the drafter's training step.
 
-python -m experiments.bench.packing --json=packing.json            (--samples=24 --longest=256 for a look)
+python -m experiments.bench.packing --json=packing.json            (--samples=16 --longest=256 for a look)
 
 Both sides take the same responses, once each, with the same loss and optimizer: `packed` lays them end to end in rows of the
 longest one's length (`drafter.lessons`), `padded` puts `--batch` of them, as they come, into a batch as long as its longest. A
-useful token is a response token. Before anything is timed, the gradients of both are compared over all responses.
+useful token is a response token. Before anything is timed, the gradients of both are compared over the first `--compared` responses.
+About three minutes on two cores, most of them compilation: a padded batch of another length is another program.
 """
 
 import time
@@ -96,7 +97,8 @@ def difference(params, trained, a: Sequence[Lesson], b: Sequence[Lesson]) -> flo
 
 def main(argv=None) -> dict:
     parser = form.parser(__doc__)
-    parser.add_argument("--samples", type=int, default=96, help="responses")
+    parser.add_argument("--samples", type=int, default=64, help="responses")
+    parser.add_argument("--compared", type=int, default=16, help="responses whose gradients are compared first")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sequence, a multiple of 64")
     parser.add_argument("--median", type=float, default=60.0, help="response tokens")
     parser.add_argument("--sigma", type=float, default=1.2, help="deviation of the logarithm of the lengths")
@@ -107,7 +109,10 @@ def main(argv=None) -> dict:
     params = init_params(CONFIG, jax.random.key(0))
     trained = Eagle(CONFIG).init_params(jax.random.key(1))
     lessons = {"packed": packed(samples, args.rows, args.longest), "padded": padded(samples, args.batch)}
-    apart = difference(params, trained, lessons["packed"], lessons["padded"])
+    few = samples[: args.compared]
+    print(f"  comparing gradients over {len(few)} responses", flush=True)
+    apart = difference(params, trained, packed(few, args.rows, args.longest), padded(few, args.batch))
+    print(f"  they differ by {apart:.1e}; {', '.join(f'{len(x)} {name} batches' for name, x in lessons.items())}", flush=True)
 
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4))
     step = warmup.make_step(CONFIG, LOSS, optimizer)
@@ -120,7 +125,9 @@ def main(argv=None) -> dict:
             for lesson in lessons[name]:
                 state, _ = step(state, {}, params, lesson)
             jax.block_until_ready(state)
-            return tokens / (time.perf_counter() - began)
+            rate = tokens / (time.perf_counter() - began)
+            print(f"  {name}: {rate:,.0f} useful tokens/s", flush=True)
+            return rate
 
         return run
 

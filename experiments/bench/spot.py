@@ -4,14 +4,18 @@ python -m experiments.bench.spot --json=spot.json          (--tokens=64 --repeat
 
 A rollout of a few long and many short responses is spread over two devices. With `spot` the one whose share has ended trains the
 drafter until the other's has; without, it idles. Both sides run in turn and draw the same tokens. `rollout_end_ratio` is when the
-rollout was over with training, by when it was without: the median of the pairs. Without accelerators, two CPU devices of one core
-each stand for them; so it takes two idle cores to say anything.
+rollout was over with training, by when it was without: the median of the pairs. Without accelerators, two CPU devices stand for them,
+on both sides alike with one core each: whatever a group launches runs within its own thread, and that thread stays on its core. (As
+JAX comes, all CPU devices of a process share one pool of threads: a rollout that is left alone takes both cores, so training on
+"the other device" could not but slow it down.) It takes two idle cores to say anything.
 """
 
 import os
 
-if "XLA_FLAGS" not in os.environ:  # before JAX is imported: each device computes in one thread of its own
+if "XLA_FLAGS" not in os.environ:  # before JAX is imported: an operation is one thread's work, and the pool has none to spare
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+    os.environ.setdefault("PJRT_NPROC", "1")
+    os.environ.setdefault("NPROC", "1")  # what other versions of XLA call it
 
 import jax
 import numpy as np
@@ -41,6 +45,24 @@ def requests_of(tokens: int, short: int = 8) -> list[Request]:
     return [Request(p, 0, 0, p.prompt_id, tokens if p.prompt_id % 2 == 0 else max(tokens // short, 1)) for p in prompts]
 
 
+class Pinned(Engine):
+    """An engine whose calls, and whatever their thread does afterwards, stay on one core."""
+
+    core: int | None = None
+
+    def serving(self, *args, **more):
+        made = super().serving(*args, **more)
+        run = made.run
+
+        def pinned():
+            if self.core is not None:
+                os.sched_setaffinity(0, {self.core})  # of the calling thread
+            return run()
+
+        made.run = pinned
+        return made
+
+
 class World:
     """Two engines with a trainer that may be switched on and off."""
 
@@ -66,7 +88,11 @@ class World:
         sizes = TrainerConfig(rows=1)
         self.trainer = DrafterTrainer(CONFIG, DrafterLossConfig(), optimizer, DataBuffer(1 << 28, ROW), heads, sizes)
         self.trainer.buffer.begin_step(0)
-        engines = [Engine(CONFIG, settings, {"eagle": drafter}) for _ in devices]
+        engines = [Pinned(CONFIG, settings, {"eagle": drafter}) for _ in devices]
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self.cores = cores[:GROUPS] if len(cores) >= GROUPS and devices[0].platform == "cpu" else None
+        for engine, core in zip(engines, self.cores or ()):
+            engine.core = core
         self.group = EngineGroup(engines, devices, lambda group: self.trainer.try_step(devices[group]))
         self.group.publish(served, 0, {"eagle": own})
         self.group.collect = lambda rollout, hidden: self.trainer.buffer.add(Sample(rollout, hidden, 0, 0))
@@ -76,6 +102,7 @@ class World:
         """One rollout: when it was over, how many steps were made meanwhile, and until when the last of them went on."""
         if training:
             self.trainer.load(self.own, self.opt_state, 0)
+            self.trainer.prepare(self.group.devices)
         bandit = Grouped(fixed(1, 2), GROUPS)
         result = self.group.generate(self.requests, SamplingParams(1.0), bandit, bandit.init())
         log = self.group.spot.wait()
@@ -90,16 +117,27 @@ def main(argv=None) -> dict:
     parser = form.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=384, help="response tokens of the long responses, at most 480")
     args = parser.parse_args(argv)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # programs run in the thread that launches them
     if jax.device_count() < GROUPS:
         parser.error(f"needs {GROUPS} devices, there are {jax.device_count()}; unset XLA_FLAGS or ask it for two")
     world = World(args.tokens)
-    sides = {"with": lambda: world.run(True), "without": lambda: world.run(False)}
-    records = form.alternate(sides, max(args.repeats, 3), warmup=2)
+
+    def side(training: bool):
+        def once() -> dict[str, float]:
+            record = world.run(training)
+            name = "with   " if training else "without"
+            print(f"  {name}: over after {record['over']:.2f} s, {record['steps']} drafter steps", flush=True)
+            return record
+
+        return once
+
+    records = form.alternate({"without": side(False), "with": side(True)}, max(args.repeats, 3), warmup=2)
     ends = {name: [r["over"] for r in found] for name, found in records.items()}
     results = form.ratio(ends["with"], ends["without"]).results("rollout_end_ratio")
     results |= {f"rollout_s_{name}": form.median(found) for name, found in ends.items()}
     results["drafter_steps"] = form.median(records["with"], "steps")
     results["last_step_late_s"] = form.median(records["with"], "late")
+    results["one_core_each"] = world.cores is not None
     results["tail_s"] = form.median(records["without"], "tail")
     pairs = zip(world.rollouts[True], world.rollouts[False], strict=True)
     results["identical_tokens"] = all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)

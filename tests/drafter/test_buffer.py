@@ -194,3 +194,23 @@ def test_other_channels_are_refused():
     buffer, r = filled([], [5]), rollout(2, 3)
     with pytest.raises(ValueError, match="9 channels, the buffer's have 4"):
         buffer.add(Sample(r, np.zeros((5, 9), np.float32), 0, 1))
+
+
+def test_what_is_remembered_of_a_step_is_all_that_the_next_one_draws_from():
+    buffer = filled([50, 60, 5], [10, 40, 30, 8, 9], row_length=80)
+    step, samples, lengths = buffer.remembered()
+    assert step == 1 and [s.length for s in samples] == [10, 40, 30, 8, 9] and sorted(lengths.values()) == [8, 9, 10, 30, 40]
+    other = filled([7], [7, 7], row_length=80)
+    other.recall(step, samples, lengths | {(1, 99, 0, 0): 70})  # one more had ended, and was evicted
+    buffer._lengths[1][1, 99, 0, 0] = 70
+    for b in (buffer, other):
+        b.begin_step(2)
+        b.add(sample(0, 12, step=2))
+    assert other.nbytes == buffer.nbytes and other.late_share() == buffer.late_share() > 0
+    draws = [[[s.key for s in b.draw(np.random.default_rng([0, i]), rows=1)] for i in range(20)] for b in (buffer, other)]
+    assert draws[0] == draws[1] and {k[0] for drawn in draws[0] for k in drawn} == {1, 2}
+    # Smaller sizes than it was filled with: what does not fit is gone, and its length still counts.
+    narrow = DataBuffer(1 << 30, 20)
+    narrow.recall(step, samples, lengths)
+    assert sorted(s.length for s in narrow._samples.values()) == [8, 9, 10] and narrow.evicted == 2
+    assert narrow.remembered()[2] == lengths

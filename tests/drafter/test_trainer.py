@@ -174,3 +174,18 @@ def test_a_lesson_is_one_version_and_temperature_and_fits():
         pack_samples([first, *rest], rows=1, row_length=32)
     with pytest.raises(ValueError, match="rows=0"):
         TrainerConfig(rows=0)
+
+
+def test_a_device_makes_steps_only_once_it_is_prepared(running):
+    """A compilation is nothing for a rollout's tail; preparing learns nothing."""
+    device, steps = jax.devices()[1], running.steps
+    params, opt_state = fresh()
+    running.load(params, opt_state, version=0)
+    assert not running.try_step(device) and running.steps == steps
+    running.prepare([device])
+    assert running.steps == steps and (int(running._state.step), int(running._state.skipped)) == (0, 0)
+    jax.tree.map(np.testing.assert_array_equal, running._state.trained, eagle.split(params)[0])
+    assert running.try_step(device) and running.unload().version == 1
+    running._device = None
+    with pytest.raises(ValueError, match="call load first"):
+        running.prepare([device])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,10 +14,13 @@ from adrl_jax.drafter import checkpoint as saved
 from adrl_jax.drafter.monitor import MonitorConfig, MonitorState
 from adrl_jax.drafter.saving import saves
 from adrl_jax.metrics import read_lines
+from adrl_jax.models.families import ModelConfig
 from adrl_jax.runtime import loop
 from adrl_jax.runtime.adapting import Adapting, AdaptingConfig
+from adrl_jax.speculation.eagle import Eagle
 from adrl_jax.speculation.strategy import OFF, Strategy
-from experiments import build, resolve
+from experiments import adapt, build, resolve
+from experiments.schema import ConfigError
 
 FEW = {"compare_repeats": 0, "report": False}
 COMMON = {"bandit.name": "fixed", "bandit.arm": "eagle-d2", "learner.minibatches": 1}
@@ -74,6 +78,15 @@ def test_spot_on_one_device_trains_after_each_rollout_and_saves_itself(joint, tm
     assert jax.tree.structure(params) == jax.tree.structure(state.drafter_params)
 
 
+def test_spot_over_two_devices_learns_in_the_tails_and_changes_no_token(joint, tmp_path):
+    rows = run(tmp_path, **{"drafter.when": "spot", "drafter.spot_groups": 2})
+    np.testing.assert_allclose([r["reward/mean"] for r in rows], [r["reward/mean"] for r in joint])
+    # Nothing is compiled in a tail, so the first one has no steps; how many the others have is the clock's business.
+    made = [r["drafter/spot_steps"] for r in rows]
+    assert made[0] == 0 and not any(r["drafter/spot_skipped"] for r in rows) and all(r["drafter/buffer_mb"] > 0 for r in rows)
+    assert versions(rows) == [2 + sum(made[: i + 1]) for i in range(3)]
+
+
 def test_on_demand_trains_exactly_while_acceptance_is_down(joint, tmp_path, monkeypatch, caplog):
     from adrl_jax.drafter import monitor
 
@@ -119,3 +132,13 @@ def test_the_alarm_is_a_warning_and_a_metric(caplog):
         Adapting(AdaptingConfig("spot"))
     with pytest.raises(ValueError, match="mode='always' is unknown"):
         AdaptingConfig("always")
+
+
+def test_a_buffer_that_holds_no_whole_response_is_refused_before_the_run():
+    big = ModelConfig("llama", 64, 8192, 8192, 1, 2, 1, 8, max_positions=4096)
+    sizes = {"drafter.buffer_megabytes": 1, "train.max_new_tokens": 58, "learner.row_length": 64}
+    c = settings(**{"drafter.when": "spot", "drafter.spot_steps": 1, **sizes})
+    target = SimpleNamespace(tokenizer=SimpleNamespace(size=64))
+    with pytest.raises(ConfigError, match=r"drafter.buffer_megabytes=1.*at least 2, the hidden states of one response of 64"):
+        adapt.adapting(c, target, Eagle(big))
+    assert adapt.adapting(c, target, Eagle(dataclasses.replace(big, hidden_size=16))).trainer.buffer.max_bytes == 2**20

@@ -71,14 +71,17 @@ def test_tokens_are_the_same_and_the_idle_device_alone_trains(world):
     one = alone.generate(REQUESTS, SamplingParams(1.0), bandit, bandit.init())
     trainer.buffer.begin_step(0)
     group.collect = lambda rollout, hidden: trainer.buffer.add(Sample(rollout, hidden, 0, 0))
-    for _ in range(2):  # the first compiles
+    for turn in range(2):  # the first has nothing compiled, and does not begin to in its tail
         used.clear()
         trainer.load(OWN, opt_state, 0)
+        trainer.prepare(group.devices)
         # A tail of many slow launches on group 0, however fast the machine is; group 1 needs one or two.
         slowed = {"on_launch": lambda _: time.sleep(0.05)}
         two = group.generate(REQUESTS, SamplingParams(1.0), drafting(2), drafting(2).init(), **slowed)
         trained = trainer.unload()
         log = group.spot.wait()
+        if turn == 0:
+            assert not log.steps and trained.version == 0 and len(trainer.buffer) == len(REQUESTS)
     for a, b in zip(one.rollouts, two.rollouts, strict=True):
         assert (a.prompt_id, a.sample) == (b.prompt_id, b.sample)
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
@@ -121,3 +124,76 @@ def test_what_belongs_to_one_engine_is_refused(world):
 
     with pytest.raises(RuntimeError, match="asked to stop"):
         group.generate(REQUESTS, SamplingParams(1.0), plain, plain.init(), on_launch=broken)
+
+
+@pytest.fixture(params=["one", "group"])
+def engine(request, world):
+    """Either engine, behind the interface that the loop knows."""
+    found = world[request.param == "group"]
+    found.collect = None
+    yield found
+    found.collect = None
+
+
+def test_the_interface_is_whole(world):
+    alone, group, *_ = world
+    public = {name for name in {*dir(alone), *vars(alone)} if not name.startswith("_")}
+    assert public <= set(dir(group))
+    assert (group.version, group.drafter_version) == (alone.version, alone.drafter_version) == (0, 0)
+    assert group.config == alone.config and group.model_config == alone.model_config and group.drafters == alone.drafters
+
+
+def test_a_call_may_be_made_first_and_run_later(engine, world):
+    bandit = drafting(2) if engine is world[1] else drafting(1)
+    seen = []
+    engine.collect = lambda rollout, hidden: seen.append((rollout.prompt_id, rollout.sample, hidden.shape))
+    serving = engine.serving(REQUESTS[2:4], SamplingParams(1.0), bandit, bandit.init(), expected_tokens=[4.0, 4.0])
+    assert seen == [] and jax.tree.structure(serving.bandit_state) == jax.tree.structure(bandit.init())
+    launches = []
+    found = serving.run()
+    assert [(r.prompt_id, r.sample, r.response_length) for r in found.rollouts] == [(1, 0, 4), (1, 1, 4)]
+    assert sorted(seen) == [(1, s, (len(found.rollouts[s].token_ids) - 1, 16)) for s in range(2)]
+    assert found.stats.tokens == 8 and len(found.stats.launches) > 0
+    same = engine.generate(REQUESTS[2:4], SamplingParams(1.0), bandit, bandit.init(), on_launch=launches.append)
+    assert len(launches) == len(same.stats.launches)
+    for a, b in zip(found.rollouts, same.rollouts, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_compiled(engine, world):
+    plain, law = fixed(0, 2), SamplingParams(1.0)
+    programs = engine.programs if isinstance(engine.programs, tuple) else (engine.programs,)
+    before = [len(p) for p in programs]
+    longer = Request(Prompt(9, np.arange(2, 5)), 0, 0, 9, 1000)
+    foreign = Request(Prompt(9, np.array([2, 41])), 0, 0, 9, 4)
+    for request, words in ((longer, "512"), (foreign, "41")):
+        for ask in (engine.check, lambda r: engine.serving(r, law, plain, plain.init())):
+            with pytest.raises(ValueError, match=words):
+                ask([*REQUESTS[:2], request])
+    with pytest.raises(TypeError, match="unknown arguments: speed"):
+        engine.serving(REQUESTS[:2], law, plain, plain.init(), speed=2)
+    with pytest.raises(ValueError, match="version=-1 must be >= 0"):
+        engine.publish(engine.params, -1, {"eagle": OWN})
+    with pytest.raises(ValueError, match="needs parameters"):
+        engine.publish_drafter({}, 3)
+    assert [len(p) for p in programs] == before and (engine.version, engine.drafter_version) == (0, 0)
+    fresh = Engine(TINY, SETTINGS, {"eagle": DRAFTER})
+    unpublished = EngineGroup([fresh], jax.devices()[:1]) if engine is world[1] else fresh
+    with pytest.raises(ValueError, match="call publish first"):
+        unpublished.generate(REQUESTS[:2], law, plain, plain.init())
+
+
+def test_another_drafter_changes_no_token(engine, world):
+    bandit = drafting(2) if engine is world[1] else drafting(1)
+
+    def tokens():
+        return [r.token_ids for r in engine.generate(REQUESTS[2:4], SamplingParams(1.0), bandit, bandit.init()).rollouts]
+
+    before = tokens()
+    try:
+        engine.publish_drafter({"eagle": engine_layout(DRAFTER.init_params(jax.random.key(7)), TINY)}, 5)
+        assert (engine.version, engine.drafter_version) == (0, 5)
+        for a, b in zip(before, tokens(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    finally:
+        engine.publish_drafter({"eagle": engine_layout(OWN, TINY)}, 0)
