@@ -50,6 +50,7 @@ def get_config(preset="grpo"):
     c.learner.target_multiple = 112
     c.drafter.learning_rate = 2e-3
 
+    c.log.compare_repeats = 10  # a rollout takes a fifth of a second: few of them would tell nothing
     c.checkpoint.every = 20
     c.log.samples_per_step = 16
     return presets.apply(c, preset)

@@ -4,7 +4,7 @@
     python -m experiments.drafter_warmup --config=experiments/configs/drafter/smollm2_arithmetic.py \\
         --workdir=runs/drafter_arithmetic
 
-About 15 minutes on two CPU cores, most of them training.
+About 40 minutes on two slow CPU cores (200 GFLOP/s), less than half of that on fast ones; most of them training.
 """
 
 from experiments import warmup_config
