@@ -61,8 +61,8 @@ class Study:
     steps: int = 64
     rate: float = 2e-4
     sft_steps: int = 600
-    pairs_prompts: int = 512
-    proxy_steps: int = 150
+    pairs_prompts: int = 4096
+    proxy_steps: int = 500
     eval_prompts: int = 256
     seed: int = 0
 
