@@ -245,10 +245,10 @@ def scoring(c: Config, task: Any) -> Iterator[Scorer]:
         yield pool.score
 
 
-def proxy(c: Config) -> Scorer:
-    """The reward model that training responses are scored by."""
+def judge(c: Config, folder: str) -> Scorer:
+    """The reward model that lies in a folder, as a scorer of a run's responses."""
     longest = c.task.max_prompt_tokens + c.train.max_new_tokens
-    return reward_model.Rewarder(reward_model.load(c.task.reward_model), row_lengths(longest)[0])
+    return reward_model.Rewarder(reward_model.load(folder), row_lengths(longest)[0])
 
 
 def build(c: Config, task: Any, scorer: Scorer) -> Parts:
@@ -291,7 +291,7 @@ def build(c: Config, task: Any, scorer: Scorer) -> Parts:
         tokenizer=target.tokenizer,
         train_prompts=train[: c.task.train_prompts],
         eval_prompts=eval_prompts,
-        scorer=proxy(c) if c.task.reward_model else scorer,
+        scorer=judge(c, c.task.reward_model) if c.task.reward_model else scorer,
         eval_scorer=scorer if c.task.reward_model else None,
         engine=adapt.engine(c, target, found, adapts),
         strategies=strategies,

@@ -144,13 +144,14 @@ def signature(name: str, strategies: Sequence[Arm], **sizes: Any) -> str:
     return f"{name}: {arms}{facts}"
 
 
-def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
+def checked(bandit: Bandit, num_arms: int, depth: int | None = None, *, any_arms: bool = False) -> Bandit:
     """`bandit` with its functions jitted, behind checks of every concrete argument.
 
     Args:
         bandit: the bare functions.
         num_arms: legal arms are 0 to `num_arms - 1`.
         depth: `D`; None takes any.
+        any_arms: contexts may tell of any number of arms; the rule does not look at their gaps.
 
     Raises (from `select` and `update`):
         ValueError: `running < 1`, `batch < running`, `cache < 1`, `arm` outside `[0, num_arms)`, `rounds < 1`, `tokens` not
@@ -161,8 +162,9 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None) -> Bandit:
 
     def checked_select(state, key, context):
         _require_sizes(context)
-        _require_gap(context.gap, num_arms)
-        gap = np.broadcast_to(np.asarray(context.gap, np.float32), (num_arms,))
+        gap = 0.0 if any_arms and np.ndim(context.gap) == 1 else context.gap
+        _require_gap(gap, num_arms)
+        gap = np.broadcast_to(np.asarray(gap, np.float32), (num_arms,))
         return select(state, key, Context(*(_scalar(x, np.int32) for x in context[:3]), gap))
 
     def checked_update(state, report):

@@ -26,7 +26,8 @@ def fixed(arm: int, num_arms: int | None = None) -> Bandit:
     Raises:
         ValueError: `arm` is not in `[0, num_arms)`.
     """
-    num_arms = arm + 1 if num_arms is None else num_arms
+    any_arms = num_arms is None
+    num_arms = arm + 1 if any_arms else num_arms
     if not 0 <= arm < num_arms:
         raise ValueError(f"arm={arm!r} must be in [0, {num_arms})")
 
@@ -41,4 +42,4 @@ def fixed(arm: int, num_arms: int | None = None) -> Bandit:
         del report
         return FixedState(state.reports + 1)
 
-    return checked(Bandit(init, select, update), num_arms)
+    return checked(Bandit(init, select, update), num_arms, any_arms=any_arms)

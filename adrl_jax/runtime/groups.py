@@ -79,6 +79,16 @@ class EngineGroup:
         return self.engines[0].drafter_version
 
     @property
+    def served(self) -> Any:
+        """As `Engine.served`, of the first device."""
+        return self.engines[0].served
+
+    def reseed(self, seed: int) -> None:
+        """As `Engine.reseed`, of every engine."""
+        for engine in self.engines:
+            engine.reseed(seed)
+
+    @property
     def params(self) -> Any:
         """What is published, on the first device."""
         return self.engines[0].params

@@ -3,9 +3,9 @@
     python -m experiments.ablations.off_policy --workdir=runs/off_policy --json=off_policy.json
     python -m experiments.ablations.off_policy --workdir=runs/small --steps=8 --seeds=1 --minibatches=1,8 --sft_steps=200
 
-The quickstart's small model is trained on worked examples, answers prompts, and a proxy reward model learns which of its answers
-are better by the gold reward (the task's own score). Then each algorithm trains on the proxy, with N mini-batches per round of
-generation: the last of them is learnt from N - 1 updates after it was sampled. Whatever N, there are as many completions, as many
+The quickstart's small model is trained on worked examples and answers prompts. A gold reward model learns from the task's own
+score which of its answers are better, and a proxy learns from the gold model's labels on other answers, as in the paper. Then each
+algorithm trains on the proxy and is judged by the gold model, with N mini-batches per round of generation: the last of them is learnt from N - 1 updates after it was sampled. Whatever N, there are as many completions, as many
 optimizer steps, and one learning-rate schedule over the steps. Held-out answers are compared with the trained model's own before RL:
 gold win-rate (a tie counts half), and KL to it in nats a response.
 
@@ -55,13 +55,14 @@ VISITS = 1_000_000  # a seed's visits: no two seeds share noise
 @dataclasses.dataclass(frozen=True)
 class Study:
     """Attributes: completions an optimizer step; steps of each run; rate, the peak learning rate; sft_steps; pairs_prompts, prompts
-    that the proxy learns from; proxy_steps; eval_prompts; seed of what all runs share."""
+    whose answers gold model and proxy learn from; gold_steps, proxy_steps; eval_prompts; seed of what all runs share."""
 
     completions: int = 32
     steps: int = 64
     rate: float = 2e-4
     sft_steps: int = 600
     pairs_prompts: int = 4096
+    gold_steps: int = 500
     proxy_steps: int = 500
     eval_prompts: int = 256
     seed: int = 0
@@ -81,21 +82,27 @@ def base_config(study: Study) -> Any:
 
 
 def prepare(study: Study, workdir: pathlib.Path) -> tuple[Config, dict[str, float]]:
-    """Trains policy and proxy into `workdir` (or finds them there); returns settings that start from them, and the proxy's record."""
+    """Trains policy, gold model and proxy into `workdir` (or finds them there); returns settings that start from them, and the proxy's record."""
     c = base_config(study)
     settings = config.freeze(c)
     started = common.start(settings, workdir)
     proxy = workdir / "proxy"
-    if not (proxy / "reward_model.json").exists():
-        proxy.mkdir(parents=True, exist_ok=True)
+    for number, (name, gold, steps) in enumerate((("gold", "", study.gold_steps), ("proxy", "gold", study.proxy_steps))):
+        if (workdir / name / "reward_model.json").exists():
+            continue
+        (workdir / name).mkdir(parents=True, exist_ok=True)
         r = reward_config.get_config()
-        r.preferences.prompts, r.training.steps = study.pairs_prompts, study.proxy_steps
+        r.preferences.prompts, r.training.steps = study.pairs_prompts, steps
+        r.preferences.gold = gold and str(workdir / gold)
         r.preferences.max_new_tokens = settings.train.max_new_tokens
         frozen = dataclasses.replace(
-            reward_config.schema.build(reward_config.RewardConfig, r), seed=study.seed, task=started.task, model=started.model
+            reward_config.schema.build(reward_config.RewardConfig, r),
+            seed=study.seed + number,  # other answers
+            task=started.task,
+            model=started.model,
         )
         reward_config.check(frozen)
-        reward_model.run(frozen, proxy)
+        reward_model.run(frozen, workdir / name)
     record = reward_model.reward_model.load(proxy).record
     return dataclasses.replace(started, task=dataclasses.replace(started.task, reward_model=str(proxy))), record
 
@@ -249,6 +256,7 @@ def study_rows(study: Study, workdir: pathlib.Path, rows: Rows) -> dict[str, flo
     for algorithm in dict.fromkeys(name for name, _, _ in rows.missing):
         settings = settings_of(study, started, algorithm)
         with build.opened(settings) as parts:
+            parts = dataclasses.replace(parts, eval_scorer=build.judge(settings, str(workdir / "gold")))
             engine = parts.engine if engine is None else engine
             runs = Runs(study, settings, parts, engine)
             start = jax.tree.map(np.array, policy_params(parts.init_learner()))

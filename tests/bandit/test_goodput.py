@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from launches import ARMS, BATCHES, context, report, steady
 
-from adrl_jax.bandit.goodput import RESERVE, goodput
+from adrl_jax.bandit.goodput import RESERVE, STAY, goodput
 from adrl_jax.speculation.strategy import OFF, Strategy
 
 BANDIT = goodput(ARMS, BATCHES)
@@ -169,17 +169,18 @@ def test_a_drafter_that_must_catch_up_first_has_to_be_worth_it(rows):
     state = bandit.init()
     for arm in (0, 1) * 20:
         state = bandit.update(state, told(arm))
+    state = state._replace(since=np.zeros(1, np.float32))  # how long it stays is not known
 
     def pick(state, gap):
         return int(bandit.select(state, key(0), context(rows)._replace(gap=gapped(arms, gap))))
 
     assert pick(state, 64) == 1  # what catching up takes is not known yet
     state = bandit.update(state, told(1, overhead=8 * 0.014, gap=64.0))
+    assert float(state.stay[0]) == STAY
     assert [pick(state, gap) for gap in (0, 4, 64, 1000)] == [1, 1, 0, 0]
-    cheap = state
     for _ in range(30):
-        cheap = bandit.update(cheap, told(1, overhead=0.05 * 8 * 0.014, gap=64.0))
-    assert pick(cheap, 64) == 1
+        state = bandit.update(state, told(1, overhead=0.02 * 8 * 0.014, gap=64.0))
+    assert pick(state, 64) == 1  # though it never stays
 
 
 def test_how_long_a_drafter_stays_decides_what_catching_up_may_cost():

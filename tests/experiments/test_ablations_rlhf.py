@@ -33,7 +33,15 @@ def workdir(tmp_path_factory):
 @pytest.mark.slow
 def test_the_small_form_of_off_policy_runs_and_goes_on(workdir, tmp_path):
     path = tmp_path / "o.json"
-    flags = ["--completions=4", "--steps=2", "--sft_steps=2", "--pairs_prompts=6", "--proxy_steps=2", "--eval_prompts=4"]
+    flags = [
+        "--completions=4",
+        "--steps=2",
+        "--sft_steps=2",
+        "--pairs_prompts=6",
+        "--gold_steps=2",
+        "--proxy_steps=2",
+        "--eval_prompts=4",
+    ]
     flags += ["--algorithms=prox_rloo,online_dpo", "--seeds=1", f"--workdir={workdir}", f"--json={path}"]
     first = off_policy.main([*flags, "--minibatches=1"])["results"]["rows"]
     found = off_policy.main([*flags, "--minibatches=1,2"])["results"]
