@@ -6,7 +6,8 @@
 `latency.py`) is measured where it was run and predicted elsewhere. So a launch of a shallow strategy at a small batch tells what a
 deep one at a large batch would do, and nothing hopeless has to be tried.
 
-Exploration is Thompson's, at a price. Beliefs are drawn, and what an arm gains over the draws in which it wins is what knowing
+The first launch at each batch size is plain, so that what everything is compared with is measured there. From then on
+exploration is Thompson's, at a price. Beliefs are drawn, and what an arm gains over the draws in which it wins is what knowing
 it is worth in a launch; times the launches in which that is of use, less what the arm is expected to lose now, it decides whether
 the arm runs. Only what a launch of the best arm would not tell anyway is drawn, so close calls do not alternate for nothing.
 Where the draws say that a drafter may have changed since it was last seen, its cheapest strategy is run, as one is enough to
@@ -168,7 +169,11 @@ def goodput(
         worth = HORIZON * gains(state, key, outlook, best) - outlook.loss
         worth = jnp.where(price <= RESERVE * state.seconds, worth, 0.0).at[best].set(0.0)  # no purse ever holds the rest
         tried = jnp.argmax(worth)
-        return jnp.where((worth[tried] > 0) & (price[tried] <= state.purse), tried, best).astype(jnp.int32)
+        chosen = jnp.where((worth[tried] > 0) & (price[tried] <= state.purse), tried, best)
+        # What plain decoding takes is measured at each batch size, not inferred: all gains are over it.
+        row, _ = latency.locate(layout, context.batch, context.cache)
+        known = (state.latency.weight[row, :, layout.off] > 0).any()
+        return jnp.where(known, chosen, layout.off).astype(jnp.int32)
 
     def update(state, report):
         arm, first = report.arm, state.seconds == 0

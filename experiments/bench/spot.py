@@ -4,7 +4,9 @@ python -m experiments.bench.spot --json=spot.json          (--tokens=64 --repeat
 
 A rollout of a few long and many short responses is spread over two devices. With `spot` the one whose share has ended trains the
 drafter until the other's has; without, it idles. Both sides run in turn and draw the same tokens. `rollout_end_ratio` is when the
-rollout was over with training, by when it was without: the median of the pairs. Without accelerators, two CPU devices stand for them,
+rollout was over with training, by when it was without: the median of the pairs. Two cores of one machine share caches and the way
+to memory, which two accelerators do not: `rollout_end_ratio_asleep` is the same with steps that take as long as the real ones did, but
+sleep where a device would compute; all that the host does for them remains. Without accelerators, two CPU devices stand for them,
 on both sides alike with one core each: whatever a group launches runs within its own thread, and that thread stays on its core. (As
 JAX comes, all CPU devices of a process share one pool of threads: a rollout that is left alone takes both cores, so training on
 "the other device" could not but slow it down.) It takes two idle cores to say anything.
@@ -16,6 +18,9 @@ if "XLA_FLAGS" not in os.environ:  # before JAX is imported: an operation is one
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
     os.environ.setdefault("PJRT_NPROC", "1")
     os.environ.setdefault("NPROC", "1")  # what other versions of XLA call it
+
+import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,6 +39,7 @@ from adrl_jax.speculation.strategy import OFF, Strategy
 from adrl_jax.types import Prompt, Request, Rollout, SamplingParams
 from experiments.bench import form
 
+SIDES = ("without", "with", "asleep")
 CONFIG = ModelConfig("llama", 1024, 256, 768, 4, 4, 2, 64, max_positions=2048)
 GROUPS, ROW = 2, 512
 
@@ -61,6 +67,17 @@ class Pinned(Engine):
 
         made.run = pinned
         return made
+
+
+class Asleep:
+    """A drafter step that takes its time, changes nothing and needs no core."""
+
+    def __init__(self, seconds: float, metrics: dict[str, Any]):
+        self.seconds, self.metrics = seconds, metrics
+
+    def __call__(self, state, fixed, head, lesson):
+        time.sleep(self.seconds)
+        return state, self.metrics
 
 
 class World:
@@ -96,19 +113,33 @@ class World:
         self.group = EngineGroup(engines, devices, lambda group: self.trainer.try_step(devices[group]))
         self.group.publish(served, 0, {"eagle": own})
         self.group.collect = lambda rollout, hidden: self.trainer.buffer.add(Sample(rollout, hidden, 0, 0))
-        self.rollouts: dict[bool, list[Rollout]] = {}
+        self.step = self.trainer._step
+        self.trainer._step = self._measured
+        self.seconds: list[float] = []
+        self.metrics: dict[str, Any] = {}
+        self.rollouts: dict[str, list[Rollout]] = {}
 
-    def run(self, training: bool) -> dict[str, float]:
+    def _measured(self, *args):
+        began = time.perf_counter()
+        state, self.metrics = jax.block_until_ready(self.step(*args))
+        self.seconds.append(time.perf_counter() - began)
+        return state, self.metrics
+
+    def run(self, side: str) -> dict[str, float]:
         """One rollout: when it was over, how many steps were made meanwhile, and until when the last of them went on."""
+        training = side != "without"
         if training:
+            self.trainer._step = self._measured
             self.trainer.load(self.own, self.opt_state, 0)
             self.trainer.prepare(self.group.devices)
+        if side == "asleep":
+            self.trainer._step = Asleep(form.median(self.seconds[-20:]), self.metrics)
         bandit = Grouped(fixed(1, 2), GROUPS)
         result = self.group.generate(self.requests, SamplingParams(1.0), bandit, bandit.init())
         log = self.group.spot.wait()
         if training:
             self.trainer.unload()
-        self.rollouts[training] = result.rollouts
+        self.rollouts[side] = result.rollouts
         late = max((s.end for s in log.steps), default=0.0) - log.over
         return {"over": log.over, "steps": len(log.steps), "late": max(late, 0.0), "tail": log.over - min(log.finished)}
 
@@ -122,25 +153,26 @@ def main(argv=None) -> dict:
         parser.error(f"needs {GROUPS} devices, there are {jax.device_count()}; unset XLA_FLAGS or ask it for two")
     world = World(args.tokens)
 
-    def side(training: bool):
+    def side(name: str):
         def once() -> dict[str, float]:
-            record = world.run(training)
-            name = "with   " if training else "without"
-            print(f"  {name}: over after {record['over']:.2f} s, {record['steps']} drafter steps", flush=True)
+            record = world.run(name)
+            print(f"  {name:<7}: over after {record['over']:.2f} s, {record['steps']} drafter steps", flush=True)
             return record
 
         return once
 
-    records = form.alternate({"without": side(False), "with": side(True)}, max(args.repeats, 3), warmup=2)
+    records = form.alternate({name: side(name) for name in SIDES}, max(args.repeats, form.MIN_PAIRS), warmup=2)
     ends = {name: [r["over"] for r in found] for name, found in records.items()}
     results = form.ratio(ends["with"], ends["without"]).results("rollout_end_ratio")
+    results |= form.ratio(ends["asleep"], ends["without"]).results("rollout_end_ratio_asleep")
     results |= {f"rollout_s_{name}": form.median(found) for name, found in ends.items()}
     results["drafter_steps"] = form.median(records["with"], "steps")
     results["last_step_late_s"] = form.median(records["with"], "late")
     results["one_core_each"] = world.cores is not None
     results["tail_s"] = form.median(records["without"], "tail")
-    pairs = zip(world.rollouts[True], world.rollouts[False], strict=True)
-    results["identical_tokens"] = all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+    results["drafter_steps_asleep"] = form.median(records["asleep"], "steps")
+    found = [[r.token_ids.tolist() for r in world.rollouts[name]] for name in SIDES]
+    results["identical_tokens"] = found[0] == found[1] == found[2]
     return form.finish("spot", vars(args), results, args.json)
 
 
