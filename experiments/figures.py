@@ -69,18 +69,21 @@ def bars(results: Mapping[str, Any], name: str) -> Figure:
     left, right, sides = BARS[name]
     figure = Figure(figsize=(9, 0.45 * len(sides) + 0.8), layout="constrained")
     for ax, (title, suffix) in zip(figure.subplots(1, 2), (left, right)):
-        found = [(label, results.get(key + suffix), i) for i, (label, key) in enumerate(sides)]
-        found = [(label, value, i) for label, value, i in found if value is not None]
+        found = {label: results[key + suffix] for label, key in sides if results.get(key + suffix) is not None}
         ours = {"with speculation", "plain", "adrl-jax"}
-        colors = [OURS if label in ours else OTHER for label, _, _ in found]
-        drawn = ax.barh([label for label, _, _ in found], [value for _, value, _ in found], color=colors, height=0.62)
-        ax.bar_label(drawn, fmt="%.3g", padding=4, color=INK)
-        ax.invert_yaxis()
-        ax.set_title(title)
-        ax.set_xticks([])
-        ax.spines["bottom"].set_visible(False)
-        ax.margins(x=0.12)
+        _bars(ax, found, [OURS if label in ours else OTHER for label in found], title)
     return figure
+
+
+def _bars(ax: Axes, values: Mapping[str, float], colors: Any, title: str, fmt: str = "%.3g") -> None:
+    """Horizontal bars, the first on top, each with its number."""
+    drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.62)
+    ax.bar_label(drawn, fmt=fmt, padding=4, color=INK)
+    ax.invert_yaxis()
+    ax.set_title(title)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    ax.margins(x=0.15)
 
 
 def quickstart(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -103,7 +106,7 @@ def quickstart(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
 
 
 def longtail(results: Mapping[str, Any]) -> Figure:
-    """Seconds of the long-tailed rollout, ours in colour, and what a round of each strategy takes."""
+    """Seconds of the long-tailed rollout, ours in colour, and the strategies' shares of goodput's time."""
     sides = {
         "goodput chooses": results["goodput_s"],
         "BEG chooses": results["beg_s"],
@@ -116,21 +119,9 @@ def longtail(results: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     colors = [OTHER if label in ("llama.cpp", "Hugging Face") else OURS for label in found]
-    drawn = left.barh(list(found), list(found.values()), color=colors, height=0.62)
-    left.bar_label(drawn, fmt="%.3g", padding=4, color=INK)
-    left.invert_yaxis()
-    left.set_title("32 requests of 32 to 512 tokens, seconds")
-    left.set_xticks([])
-    left.spines["bottom"].set_visible(False)
-    left.margins(x=0.12)
-    shares = {name: share for name, share in results["goodput_arms"].items() if share > 0}
-    drawn = right.barh(list(shares), [100 * x for x in shares.values()], color=OURS, height=0.62)
-    right.bar_label(drawn, fmt="%.0f %%", padding=4, color=INK)
-    right.invert_yaxis()
-    right.set_title("what goodput spends its time with")
-    right.set_xticks([])
-    right.spines["bottom"].set_visible(False)
-    right.margins(x=0.18)
+    _bars(left, found, colors, "32 requests of 32 to 512 tokens, seconds")
+    shares = {name: 100 * share for name, share in results["goodput_arms"].items() if share > 0}
+    _bars(right, shares, OURS, "what goodput spends its time with", "%.0f %%")
     return figure
 
 

@@ -164,7 +164,8 @@ def checked(bandit: Bandit, num_arms: int, depth: int | None = None, *, any_arms
         _require_sizes(context)
         gap = 0.0 if any_arms and np.ndim(context.gap) == 1 else context.gap
         _require_gap(gap, num_arms)
-        gap = np.broadcast_to(np.asarray(gap, np.float32), (num_arms,))
+        if not isinstance(gap, jax.core.Tracer):
+            gap = np.broadcast_to(np.asarray(gap, np.float32), (num_arms,))
         return select(state, key, Context(*(_scalar(x, np.int32) for x in context[:3]), gap))
 
     def checked_update(state, report):

@@ -119,15 +119,15 @@ def goodput(
     curves = acceptance.curves(strategies, deepest)
     depths = np.asarray([s.depth for s in strategies], np.int32)
     speculates, of_arm = jnp.asarray(depths > 0), jnp.asarray(curves.of_arm)
-    owners = sorted({acceptance.drafter_of(s) for s in strategies if s.depth > 0}) or [""]
-    owner = np.asarray([owners.index(acceptance.drafter_of(s)) if s.depth > 0 else 0 for s in strategies])
+    owner = jnp.asarray(curves.owner[curves.of_arm])  # [A], the drafter of each arm
+    drafters = int(curves.owner.max()) + 1
     same = jnp.asarray((curves.of_arm[:, None] == curves.of_arm) & (depths > 0))
 
     def init():
         zero = jnp.zeros((), jnp.float32)
-        unseen = jnp.zeros(len(owners), jnp.float32)
+        unseen = jnp.zeros(drafters, jnp.float32)
         return GoodputState(
-            acceptance.init(curves), latency.init(layout), zero, zero, zero, unseen, jnp.full(len(owners), STAY), unseen
+            acceptance.init(curves), latency.init(layout), zero, zero, zero, unseen, jnp.full(drafters, STAY), unseen
         )
 
     def tokens_of(a):
@@ -177,8 +177,8 @@ def goodput(
 
     def update(state, report):
         arm, first = report.arm, state.seconds == 0
-        who = jnp.asarray(owner)[arm]
-        gap = jnp.where(jnp.asarray(owner) == who, report.gap, 0.0)
+        who = owner[arm]
+        gap = jnp.where(owner == who, report.gap, 0.0)
         outlook = look(state, Context(report.running, report.batch, report.cache, gap))
         row, column = latency.locate(layout, report.batch, report.cache)
         trials, stood = acceptance.evidence(report, jnp.asarray(depths)[arm])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from adrl_jax.rollout import round as rounds
 from adrl_jax.rollout.engine import Engine
-from adrl_jax.rollout.state import RolloutState, empty, forget
+from adrl_jax.rollout.state import RolloutState, empty
 from adrl_jax.sampling.law import Law
 from adrl_jax.speculation.strategy import Strategy
 from adrl_jax.types import FinishReason
@@ -54,10 +54,8 @@ def _rows(engine: Engine, batch: int) -> RolloutState:
     """Running rows whose drafters know nothing yet."""
     served = engine.served
     state = empty(served.model, batch, CAPACITY, served.drafters, served.keeps_hidden)
-    state = state._replace(
+    return state._replace(
         length=jnp.full(batch, LENGTH, jnp.int32),
         limit=jnp.full(batch, CAPACITY, jnp.int32),
         finish_reason=jnp.full(batch, FinishReason.RUNNING, jnp.int32),
     )
-    states = {name: forget(own, jnp.arange(batch)) for name, own in state.drafter_states.items()}
-    return state._replace(drafter_states=states)

@@ -111,7 +111,9 @@ def test_works_inside_jit_and_scan(bandit):
 
     def launch(state, i):
         arm = bandit.select(
-            state, jax.random.fold_in(jax.random.key(3), i), Context(jnp.int32(5), jnp.int32(16), jnp.int32(256))
+            state,
+            jax.random.fold_in(jax.random.key(3), i),
+            Context(jnp.int32(5), jnp.int32(16), jnp.int32(256), jnp.zeros(len(ARMS))),
         )
         return bandit.update(state, jax.tree.map(lambda x: x[arm], table)), arm
 

@@ -1,18 +1,11 @@
-"""Settings of stages and studies that take seconds: one layer, and answers of at most 20 tokens."""
+"""Settings of stages and studies that take seconds."""
 
-from experiments import config
+import tiny_run
 
 
 def tiny():
-    c = config.get_config()
-    c.task.train_prompts, c.task.eval_prompts, c.task.max_prompt_tokens = 12, 4, 6
-    c.task.max_steps, c.task.reward_workers = 5, 0
-    m = c.model
-    m.num_layers, m.hidden_size, m.intermediate_size = 1, 16, 32
-    m.num_heads, m.num_kv_heads, m.head_dim, m.max_positions = 2, 1, 8, 64
-    c.train.steps, c.train.prompts_per_step, c.train.group_size, c.train.max_new_tokens = 2, 2, 2, 20
-    c.rollout.strategies, c.rollout.max_batch, c.rollout.batch_buckets = ("off",), 4, (4,)
+    c = tiny_run.tiny()
+    c.train.steps, c.warm_start.steps, c.rollout.strategies = 2, 3, ("off",)
     c.learner.row_length, c.learner.row_multiple, c.learner.target_multiple = 64, 2, 64
-    c.warm_start.steps, c.warm_start.batch_size, c.warm_start.examples = 3, 4, 8
     c.log.compare_repeats, c.log.tensorboard, c.log.report = 0, False, False
     return c

@@ -258,6 +258,35 @@ def test_a_launch_is_charged_for_its_drafters_catching_up(world, monkeypatch):
     assert launches and min(x.seconds for x in launches) >= 0.05
 
 
+def test_the_bandit_is_told_what_a_drafter_would_have_to_catch_up_on(world, requests_of):
+    """Three plain launches, then a drafter's: it lacks all that was decoded without it, and nothing after."""
+    asked, told, arms = [], [], (0, 0, 0, 1, 1)
+
+    def select(state, key, context):
+        asked.append(context)
+        return np.int32(arms[min(state, len(arms) - 1)])
+
+    def update(state, report):
+        told.append(report)
+        return state + 1
+
+    spy = Bandit(lambda: 0, select, update)
+    engine = world.engine(strategies=(OFF, Strategy("eagle", 2)), rounds_per_launch=2)
+    work = requests_of(forced=True)
+    engine.generate(work, SamplingParams(), fixed(0), fixed(0).init())
+    engine.generate(work, SamplingParams(), fixed(1), fixed(1).init())  # compiled: what compiles is not told
+    asked.clear()
+    result = engine.generate(work, SamplingParams(), spy, 0)
+    gaps = [c.gap.tolist() for c in asked]
+    longest = max(len(r.prompt.token_ids) for r in work)
+    assert all(off == 0 for off, _ in gaps) and gaps[3][1] >= longest > 0
+    assert gaps[3][1] > gaps[2][1]  # plain launches make it grow
+    caught = [x for x in result.stats.launches if x.catch_up_tokens]
+    assert caught and caught[0] is next(x for x in result.stats.launches if x.arm == 1)
+    assert caught[0].catch_up_seconds > 0
+    assert [r.gap for r in told] == [x.catch_up_tokens for x in result.stats.launches if not x.compiled]
+
+
 def test_another_seed_is_the_same_programs_and_that_seeds_tokens(world, requests_of):
     engine, other = world.engine(**SMALL), world.engine(seed=SEED + 1, **SMALL)
     work = requests_of()
