@@ -130,6 +130,22 @@ def test_slots_shared_by_votes_change_nothing_and_gain(name):
     assert accept_length(shared) > accept_length(run(Strategy(name, 1), state))  # as many slots, given equally
 
 
+def test_slots_go_by_what_the_drafter_says(monkeypatch):
+    seen, real = [], rounds.share_out
+
+    def spy(log_chance, *rest):
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), log_chance)
+        return real(log_chance, *rest)
+
+    monkeypatch.setattr(rounds, "share_out", spy)
+    state = with_history(start(), store_of("siblings"), own_samples=False)
+    run(Strategy("history", DEPTH, 1, 3), state, 1)
+    jax.effects_barrier()
+    expected = HISTORY.match(state.drafter_states["history"], state.tokens, state.length, DEPTH).log_chance
+    assert np.unique(expected).size > 3
+    np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
+
+
 def test_the_same_noise_again_commits_whole_blocks():
     state = with_history(start(), store_of("same noise"), own_samples=True)
     state = run(Strategy("history", DEPTH), state)

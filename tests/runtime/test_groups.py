@@ -143,6 +143,14 @@ def test_the_interface_is_whole(world):
     assert group.config == alone.config and group.model_config == alone.model_config and group.drafters == alone.drafters
 
 
+def test_another_seed_is_every_engines(world):
+    group, seed = world[1], world[1].config.seed
+    group.reseed(seed + 1)
+    assert {e.config.seed for e in group.engines} == {seed + 1}
+    group.reseed(seed)
+    assert {e.config.seed for e in group.engines} == {seed}
+
+
 def test_a_call_may_be_made_first_and_run_later(engine, world):
     bandit = drafting(2) if engine is world[1] else drafting(1)
     seen = []
