@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from adrl_jax.learner.packing import first_fit_decreasing
 from adrl_jax.types import Rollout
 
 Key = tuple[int, int, int, int]
@@ -294,8 +295,7 @@ class DataBuffer:
 
 
 def _fill(samples: list[Sample], rows: int, row_length: int) -> tuple[list[Sample], list[Key]]:
-    """Leading samples of one kind, first fit into rows, and the keys of those left over, in order."""
-    room = [row_length] * rows
+    """Leading samples of one kind that the packer gets into `rows` rows, and the keys of those left over, in order."""
     kind = samples[0].version, samples[0].rollout.sampling.temperature
     taken: list[Sample] = []
     others: list[Key] = []
@@ -303,9 +303,8 @@ def _fill(samples: list[Sample], rows: int, row_length: int) -> tuple[list[Sampl
         if (s.version, s.rollout.sampling.temperature) != kind:
             others.append(s.key)
             continue
-        row = next((r for r, left in enumerate(room) if s.tokens <= left), None)
-        if row is None:
+        # The packer is asked: what fits in the order drawn may need a row more in its own order, by size.
+        if len(first_fit_decreasing([x.tokens for x in (*taken, s)], row_length)) > rows:
             return taken, [s.key, *others, *(x.key for x in samples[i + 1 :])]
-        room[row] -= s.tokens
         taken.append(s)
     return taken, others

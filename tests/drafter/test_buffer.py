@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adrl_jax.drafter.buffer import DataBuffer, EmptyBuffer, Sample
+from adrl_jax.drafter.lessons import pack_samples
 from adrl_jax.types import FinishReason, Rollout, SamplingParams
 
 CHANNELS = 4
@@ -214,3 +215,17 @@ def test_what_is_remembered_of_a_step_is_all_that_the_next_one_draws_from():
     narrow.recall(step, samples, lengths)
     assert sorted(s.length for s in narrow._samples.values()) == [8, 9, 10] and narrow.evicted == 2
     assert narrow.remembered()[2] == lengths
+
+
+def test_what_is_drawn_can_be_packed():
+    """Two rows of 10 hold 4 4 2, 5 3 2 in that order; by size, as the packer goes, 5 4 | 4 3 2 leaves the last 2 a third row."""
+    lengths = (4, 4, 2, 5, 3, 2)
+    for seed in range(50):
+        buffer = DataBuffer(1 << 30, row_length=10)
+        buffer.begin_step(0)
+        for i, n in enumerate(lengths):
+            r = rollout(i, n - 1, prompt=1)
+            buffer.add(Sample(r, np.zeros((n - 1, CHANNELS), np.float32), 0, 0, np.zeros(n - 1, np.float32)))
+        drawn = buffer.draw(np.random.default_rng(seed), rows=2)
+        lesson = pack_samples(drawn, rows=2, row_length=10)
+        assert lesson.tokens == sum(s.length for s in drawn) >= 10
