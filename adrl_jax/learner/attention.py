@@ -19,6 +19,7 @@ from adrl_jax.learner.remat import runtime_one
 from adrl_jax.types import PackedBatch
 
 BLOCK = 128
+_TOGETHER = 2**26  # scores (256 MB of float32) that may exist at once
 _FAR = -1e30  # finite, so that a query that sees nothing (padding) averages instead of giving NaN
 
 
@@ -141,10 +142,17 @@ def _by_head(x, dim):
     return x.reshape(*x.shape[:2], -1, dim)
 
 
+def _waits(static, q, k) -> bool:
+    """Whether each block begins only when the one before is done. Else the compiler may work on all at once, which is faster by
+    little and needs the scores of the whole row: 1.3 GB a layer where SmolLM2-135M reads a row of 8192 tokens."""
+    rows, _, length, width = q.shape
+    return rows * _keys(static[0], length) * k.shape[1] * (width // k.shape[3]) > _TOGETHER
+
+
 def _scores(static, q, k, ids, block, spans):
-    """Masked float32 scores `[M, K, t, G, s]` of the queries of a block against the keys in `spans`."""
+    """Masked float32 scores `[M, K, t, G, s]` of the queries `q` `[M, K, t, G * D]` of a block against the keys in `spans`."""
     dim = k.shape[-1]
-    q, k = _take(q, [block], 2), _take(k, spans, 2)
+    k = _take(k, spans, 2)
     scores = jnp.einsum("mkrd,mksd->mkrs", _by_head(q, dim), k, preferred_element_type=jnp.float32)
     scores = scores.reshape(*q.shape[:3], -1, k.shape[2])
     seen = visible([_take(x, [block], 1) for x in ids], [_take(x, spans, 1) for x in ids], static[1])
@@ -158,9 +166,13 @@ def _attention(static, q, k, v, ids):
 
 def _forward(static, q, k, v, ids):
     outs, normalisers = [], []
+    waits = _waits(static, q, k)
     for block in _blocks(q.shape[2]):
         spans = static[0].spans(*block)
-        scores = _scores(static, q, k, ids, block, spans)
+        part = _take(q, [block], 2)
+        if waits and outs:
+            part *= runtime_one(outs[-1])
+        scores = _scores(static, part, k, ids, block, spans)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -188,10 +200,15 @@ def _attention_bwd(static, saved, d_out):
     d_q = []
     # [M, K, D, T]: products that leave the long axis last run a third faster on CPU.
     d_k = d_v = jnp.zeros((*k.shape[:2], dim, k.shape[2]), jnp.float32)
+    waits = _waits(static, q, k)
     for block in _blocks(q.shape[2]):
         spans = static[0].spans(*block)
-        part, d_part = _by_head(_take(q, [block], 2), dim), _by_head(_take(d_out, [block], 2), dim)
-        weights = jnp.exp(_scores(static, q, k_again, ids, block, spans) - _take(normaliser, [block], 2)[..., None])
+        part, d_part = _take(q, [block], 2), _take(d_out, [block], 2)
+        if waits and d_q:
+            done = runtime_one(d_q[-1]) * runtime_one(d_k) * runtime_one(d_v)
+            part, d_part = part * done.astype(part.dtype), d_part * done.astype(d_part.dtype)
+        weights = jnp.exp(_scores(static, part, k_again, ids, block, spans) - _take(normaliser, [block], 2)[..., None])
+        part, d_part = _by_head(part, dim), _by_head(d_part, dim)
         d_weights = jnp.einsum("mkrd,mksd->mkrs", d_part, _take(v, spans, 2), preferred_element_type=jnp.float32)
         d_scores = weights * (d_weights.reshape(weights.shape) - _take(shared, [block], 2))
         weights = weights.reshape(d_weights.shape).astype(v.dtype)

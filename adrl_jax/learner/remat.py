@@ -28,7 +28,10 @@ def recomputed(layer: Callable) -> Callable:
 
     def backward(saved, cotangent):
         weights, x, rest = saved
-        return jax.vjp(layer, weights, x * runtime_one(cotangent), rest)[1](cotangent)
+        one = runtime_one(cotangent)
+        # Vectors too: spread over all tokens (a norm's weights), they would be kept from the first computation to the second.
+        weights = jax.tree.map(lambda w: w * one.astype(w.dtype) if w.ndim == 1 else w, weights)
+        return jax.vjp(layer, weights, x * one, rest)[1](cotangent)
 
     run.defvjp(forward, backward)
     return run

@@ -62,13 +62,31 @@ def token_log_probs(static: Static, matrix: jax.Array, hidden: jax.Array, target
     return _forward(static, matrix, hidden, target_ids)[0]
 
 
+def _over_blocks(step, state, valid: int, block: int):
+    """`state = step(state, start, size)` over the blocks of ids 0 … valid - 1.
+
+    The first block and a shorter last one stand alone, those between are a loop: unrolled, the compiler would gather what
+    all of them add at the end, and keep the logits of the whole vocabulary until then.
+    """
+    whole, rest = divmod(valid, block)
+    state = step(state, 0, block)
+    if whole > 1:
+        state = jax.lax.fori_loop(1, whole, lambda i, state: step(state, i * block, block), state)
+    return step(state, whole * block, rest) if rest else state
+
+
+def _columns(matrix: jax.Array, by_row: bool, start, size: int) -> jax.Array:
+    """As `columns`, from a `start` that only the running program knows."""
+    return jax.lax.dynamic_slice_in_dim(matrix, start, size, axis=0 if by_row else 1)
+
+
 def _forward(static, matrix, hidden, target_ids):
     by_row, valid, block, scale, _ = static
     u = hidden.shape[0]
-    top, total, weighted = jnp.full(u, _FAR), jnp.zeros(u), jnp.zeros(u)
-    chosen = jnp.full(u, _FAR)
-    for start, stop in blocks(valid, block):
-        scores = block_logits(hidden, columns(matrix, by_row, start, stop), by_row, scale)
+
+    def step(state, start, size):
+        top, total, weighted, chosen = state
+        scores = block_logits(hidden, _columns(matrix, by_row, start, size), by_row, scale)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         shrink = jnp.exp(top - new_top)
         shifted = scores - new_top[:, None]
@@ -76,10 +94,13 @@ def _forward(static, matrix, hidden, target_ids):
         # `weighted` sums w (s - top): entropies are differences of like numbers, so keep them small.
         weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(weights * shifted, axis=1)
         total = shrink * total + jnp.sum(weights, axis=1)
-        inside = (target_ids >= start) & (target_ids < stop)
-        local = jnp.clip(target_ids - start, 0, stop - start - 1)
+        inside = (target_ids >= start) & (target_ids < start + size)
+        local = jnp.clip(target_ids - start, 0, size - 1)
         chosen = jnp.where(inside, jnp.take_along_axis(scores, local[:, None], axis=1)[:, 0], chosen)
-        top = new_top
+        return new_top, total, weighted, chosen
+
+    nothing = (jnp.full(u, _FAR), jnp.zeros(u), jnp.zeros(u), jnp.full(u, _FAR))
+    top, total, weighted, chosen = _over_blocks(step, nothing, valid, block)
     log_total = jnp.log(total)
     entropy = log_total - weighted / total
     return (chosen - top - log_total, entropy), (top + log_total, entropy)
@@ -94,29 +115,26 @@ def _bwd(static, saved, cotangents):
     by_row, valid, block, scale, entropy_gradient = static
     matrix, hidden, target_ids, normaliser, entropy = saved
     g, g_entropy = cotangents
-    d_hidden, parts = jnp.zeros(hidden.shape, jnp.float32), []
-    for start, stop in blocks(valid, block):
-        part = columns(matrix, by_row, start, stop)
+    axis = 0 if by_row else 1
+
+    def step(state, start, size):
+        d_hidden, d_matrix = state
+        part = _columns(matrix, by_row, start, size)
         log_law = block_logits(hidden, part, by_row, scale) - normaliser[:, None]
         law = jnp.exp(log_law)
-        is_target = target_ids[:, None] - start == jnp.arange(stop - start, dtype=jnp.int32)
+        is_target = target_ids[:, None] - start == jnp.arange(size, dtype=jnp.int32)
         d_scores = g[:, None] * (is_target - law)
         if entropy_gradient:
             d_scores -= g_entropy[:, None] * law * (log_law + entropy[:, None])
         d_scores = (d_scores * scale).astype(hidden.dtype)
         part = part.astype(hidden.dtype)
-        if by_row:
-            d_hidden += jnp.matmul(d_scores, part, preferred_element_type=jnp.float32)
-            parts.append(jnp.matmul(d_scores.T, hidden, preferred_element_type=jnp.float32))
-        else:
-            d_hidden += jnp.matmul(d_scores, part.T, preferred_element_type=jnp.float32)
-            parts.append(jnp.matmul(hidden.T, d_scores, preferred_element_type=jnp.float32))
-    axis = 0 if by_row else 1
-    vocab = matrix.shape[axis]
-    if valid < vocab:
-        rest = (vocab - valid, matrix.shape[1]) if by_row else (matrix.shape[0], vocab - valid)
-        parts.append(jnp.zeros(rest, jnp.float32))
-    d_matrix = jnp.concatenate(parts, axis=axis).astype(matrix.dtype)
+        d_hidden += jnp.matmul(d_scores, part if by_row else part.T, preferred_element_type=jnp.float32)
+        left, right = (d_scores, hidden) if by_row else (hidden, d_scores)
+        d_part = jnp.matmul(left.T, right, preferred_element_type=jnp.float32).astype(matrix.dtype)
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_matrix, d_part, start, axis)
+
+    nothing = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(matrix))
+    d_hidden, d_matrix = _over_blocks(step, nothing, valid, block)
     return d_matrix, d_hidden.astype(hidden.dtype), None
 
 
