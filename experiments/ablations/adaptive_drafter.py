@@ -5,7 +5,8 @@ python -m experiments.ablations.adaptive_drafter --workdir=runs/adaptive --json=
 
 The quickstart's policy and a drafter are warm-started together, once. From there two runs of the same RL follow, with
 `drafter.when=off` and with `--adaptive` (joint). Both draft in every launch, with the same arm. Coupled verification draws the
-same tokens whatever the drafter, so both policies are the same at every step, and whatever differs is the drafter's doing.
+same tokens whatever the drafter, so both policies are the same at every step up to rounding (the drafter's loss makes the learner
+another program; `same_policy` tells whether every bit agrees), and whatever differs is the drafter's doing.
 Figures are accept lengths over the last `--last` steps; the plot has one line a run by step, and a dot a launch, which fall where a
 new policy meets the drafter of the one before.
 """
