@@ -53,7 +53,8 @@ def settings(objective: str, model: str, depth: int, changes: dict[str, Any]) ->
     """
     c = smollm2_arithmetic.get_config()
     c.model.source, c.evaluation.depth = model, depth
-    c.task.eval_prompts, c.training.rows, c.training.learning_rate = 16, 2, 6e-4
+    c.task.eval_prompts, c.training.rows = 16, 2
+    c.training.optimizer, c.training.learning_rate = "adamw", 6e-4
     c.update_from_flattened_dict(changes | {f"training.{k}": v for k, v in OBJECTIVES[objective].items()})
     found = schema.build(WarmupConfig, c)
     warmup_config.check(found)

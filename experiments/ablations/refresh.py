@@ -119,7 +119,7 @@ def main(argv=None) -> dict[str, Any]:
     parser.add_argument("--lags", default=",".join(map(str, LAGS)), help="policies")
     parser.add_argument("--lengths", default=",".join(LENGTHS), help="of " + ", ".join(LENGTHS))
     parser.add_argument("--steps", type=int, default=20, help="batches of each run")
-    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of all")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change everywhere, for small forms")
     parser.add_argument(

@@ -89,7 +89,7 @@ def main(argv=None) -> dict[str, Any]:
     parser.add_argument("--corrections", default=",".join(CORRECTIONS), help="of " + ", ".join(common.corrections()))
     parser.add_argument("--lags", default=",".join(map(str, LAGS)), help="policies")
     parser.add_argument("--steps", type=int, default=32, help="batches of each run")
-    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of all")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change everywhere, for small forms")
     parser.add_argument(

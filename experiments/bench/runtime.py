@@ -31,7 +31,7 @@ from experiments.bench import form
 
 MODES = ("sync", "overlap", "in_flight")
 MODELS = ("quickstart", "smollm2")
-SHORT = 15  # updates where only rates are asked for
+SHORT = 15  # updates of the emulated runs
 TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
@@ -86,12 +86,11 @@ class Starts:
 def of_model(model: str, starts: Starts, steps: int, seeds: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Results of one model, names without its suffix, and learning curves by mode.
 
-    With the drafter every seed runs for all steps; without, and on one core, the first seed for `SHORT` steps: rates only.
+    With the drafter every seed runs; without, and on one core, the first seed alone: rates only.
     """
     results: dict[str, Any] = {}
     rewards: dict[str, list[float]] = {mode: [] for mode in MODES}
     curves: dict[str, list[Any]] = {}
-    short = min(steps, SHORT)
     for spec in (False, True):
         suffix = "_spec" if spec else ""
         records: dict[str, list[dict[str, Any]]] = {mode: [] for mode in (*MODES, "one_core")}
@@ -99,8 +98,7 @@ def of_model(model: str, starts: Starts, steps: int, seeds: Sequence[int]) -> tu
             order = [n for n in records if n != "one_core" or turn == 0]
             for name in order if turn % 2 == 0 else order[::-1]:
                 mode, cores = ("sync", 1) if name == "one_core" else (name, 2)
-                count = steps if spec and cores == 2 else short
-                found = side(starts.ask(model, mode, spec, seed, count), cores)
+                found = side(starts.ask(model, mode, spec, seed, steps), cores)
                 records[name].append(found)
                 print(f"  {model} {name}{suffix} seed {seed}: {found['step_s']:.3f} s a step", flush=True)
                 if spec and name in MODES:
@@ -122,7 +120,7 @@ def of_model(model: str, starts: Starts, steps: int, seeds: Sequence[int]) -> tu
     for mode in MODES:
         found = rewards[mode]
         results[f"reward_{mode}"] = [statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0]
-    emulated = side(starts.ask(model, "sync", True, seeds[0], short, emulated=True))
+    emulated = side(starts.ask(model, "sync", True, seeds[0], min(steps, SHORT), emulated=True))
     sync, overlap, in_flight = (emulated[mode]["step_s"] for mode in MODES)
     results |= {
         "overlap_emulated_over_sync": sync / overlap,

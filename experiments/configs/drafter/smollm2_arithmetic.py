@@ -26,5 +26,6 @@ def get_config():
     c.training.steps = 1500
     c.training.row_length = 512
     c.training.draft_vocab_size = 4096
-    c.training.depths = 3
+    c.training.optimizer, c.training.learning_rate = "muon", 6e-3
+    c.training.feature_weight, c.training.token_weight = 1.0, 0.0
     return c
