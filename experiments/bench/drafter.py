@@ -26,6 +26,7 @@ SHORTER = {
     "gsm8k": {
         "generation.tokens": 120_000,
         "training.steps": 450,
+        "training.learning_rate": 6e-4,
         "training.draft_vocab_size": 4096,
     },
 }

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.ablations import plots
 from experiments.bench import form
 from experiments.bench.runtime import Starts, side
 from experiments.bench.simulate import SCHEDULES, Machine, Outcome, simulate
+from experiments.figures import MUTED
 
 SCALES = (64, 256, 1024, 4096)
 LIMITS = (1, 2, 4, 8)
@@ -112,7 +114,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             x, y = ([r[name] for r in own] for name in ("staleness_mean", "utilization"))
             left.plot(x, y, marks, color=f"C{i}", label=label)
     if any(r["schedule"] == "one_step" for r in rows):
-        left.plot([], [], "x", color="#6b7483", label="one step")
+        left.plot([], [], "x", color=MUTED, label="one step")
     left.set_xlabel("mean staleness, versions")
     left.set_ylabel("utilisation of all devices")
     left.legend(title="devices", frameon=False)
@@ -126,7 +128,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     right.set_ylabel("steps per second over sync")
     right.set_ylim(top=1.35 * max(sync[r["devices"]] / r["step_s"] for r in rows))
     right.legend(frameon=False, ncols=3, loc="upper center")
-    figure.savefig(path, metadata={"Date": None, "Creator": None} if pathlib.Path(path).suffix == ".svg" else None)
+    plots.save(figure, path)
 
 
 def main(argv=None) -> dict[str, Any]:

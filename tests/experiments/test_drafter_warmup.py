@@ -1,6 +1,7 @@
 """The warm-up's front door, and a whole warm-up of a tiny policy."""
 
 import importlib.util
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from adrl_jax.drafter import checkpoint
+from adrl_jax.learner.optimizer import OPTIMIZERS
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime.publish import fingerprint
 from experiments import build, drafter_warmup, flags, schema, warmup_config
@@ -115,6 +117,15 @@ def test_a_warm_up_raises_acceptance_and_is_not_generated_twice(tiny, tmp_path, 
     assert "responses taken from" in capsys.readouterr().err
     again = json.loads((workdir / checkpoint.RECORD).read_text())
     assert (again["train_tokens"], again["train_steps"]) == (record["train_tokens"], 2)
+
+    # Each optimizer makes steps of its own.
+    found = []
+    for name in OPTIMIZERS:
+        assert drafter_warmup.main([*command, "--config.training.steps=3", f"--config.training.optimizer={name}"]) == 0
+        _, params, _ = checkpoint.load(workdir, target.config, fingerprint(target.make()))
+        found.append(np.asarray(params["layer"]["mlp"]["down"]["kernel"]))
+        assert np.isfinite(found[-1]).all() and json.loads((workdir / checkpoint.RECORD).read_text())["skipped_steps"] == 0
+    assert all(not np.allclose(x, y, atol=1e-6) for x, y in itertools.combinations(found, 2))
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "experiments" / "configs" / "drafter").glob("*.py"))

@@ -4,7 +4,8 @@
     python -m experiments.drafter_warmup --config=experiments/configs/drafter/smollm2_arithmetic.py \\
         --workdir=runs/drafter_arithmetic
 
-About 40 minutes on two slow CPU cores (200 GFLOP/s), less than half of that on fast ones; most of them training.
+Up to 60 minutes on two CPU cores (2.4 s a step with other work beside it), most of them training. Muon on the features alone learns
+much more from the same responses and steps than AdamW on both losses.
 """
 
 from experiments import warmup_config

@@ -28,6 +28,5 @@ def get_config():
 
     c.training.steps = 2000
     c.training.draft_vocab_size = 8192
-    c.training.optimizer, c.training.learning_rate = "muon", 6e-3
-    c.training.feature_weight, c.training.token_weight = 1.0, 0.0
+    c.training.depths = 3
     return c
