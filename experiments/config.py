@@ -21,6 +21,7 @@ from typing import Any
 from adrl_kernels.choice import IMPLEMENTATIONS
 from ml_collections import config_dict
 
+from adrl_jax.learner.optimizer import OPTIMIZERS
 from adrl_jax.models.families import FAMILIES
 from adrl_jax.rollout.served import CACHES
 from adrl_jax.runtime.choice import CHOICES as REFRESHES
@@ -190,7 +191,12 @@ class Bandit:
 class Drafter:
     """Drafters and how the learned one is trained along with the policy."""
 
-    learning_rate: float = option(1e-3, "step size of the eagle drafter's own AdamW", above=0)
+    optimizer: str = option(
+        "adamw",
+        "the eagle drafter's own, of learner.optimizer; `muon` learns most a step and takes the longest steps",
+        choices=OPTIMIZERS,
+    )
+    learning_rate: float = option(1e-3, "its step size", above=0)
     warmup_steps: int = option(0, "updates of linear warm-up", low=0)
     weight_decay: float = option(0.0, "decoupled weight decay", low=0)
     max_grad_norm: float = option(1.0, "clip the drafter's gradient to this norm", above=0)

@@ -98,7 +98,7 @@ class Learner:
     value_init: str = option("policy", "gae: the value model starts as a copy of `policy`, or from a reward model's folder")
     value_learning_rate: float = option(1e-4, "gae: AdamW's step size of the value model", above=0)
     value_clip: float = option(0.2, "gae: how far a value may move in one batch; 0 for no bound", low=0)
-    optimizer: str = option("adamw", "the policy's optimizer; drafter and value model keep AdamW", choices=OPTIMIZERS)
+    optimizer: str = option("adamw", "the policy's optimizer; the value model keeps AdamW", choices=OPTIMIZERS)
     learning_rate: float = option(1e-5, "the peak step size", above=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", low=0)
     schedule: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))

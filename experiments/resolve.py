@@ -124,7 +124,11 @@ def warm_optimizer_config(c: Config) -> OptimizerConfig:
 def drafter_optimizer_config(c: Config) -> OptimizerConfig:
     d = c.drafter
     return OptimizerConfig(
-        learning_rate=d.learning_rate, warmup_steps=d.warmup_steps, weight_decay=d.weight_decay, clip_norm=d.max_grad_norm
+        learning_rate=d.learning_rate,
+        warmup_steps=d.warmup_steps,
+        weight_decay=d.weight_decay,
+        clip_norm=d.max_grad_norm,
+        name=d.optimizer,
     )
 
 

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import loop
 from experiments import build, config, figures, resolve
+from experiments.ablations import common
 from experiments.bench import form
 from experiments.config import Config
 from experiments.configs import quickstart
@@ -115,13 +116,16 @@ def main(argv=None) -> dict:
     parser.add_argument("--adaptive", default="joint", choices=("joint", "on_demand", "spot"), help="of the adaptive run")
     parser.add_argument("--learning_rate", type=float, default=None, help="the policy's; default as in the quickstart")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--changes", default="{}", help="JSON of config fields to change in both runs")
+    parser.add_argument("--adaptive_changes", default="{}", help="JSON of config fields to change in the adaptive run alone")
     parser.add_argument("--small", action="store_true", help="a minute, to see that it runs; figures mean nothing")
     args = parser.parse_args(argv)
-    changes: dict[str, Any] = {"seed": args.seed, **(SMALL if args.small else {})}
+    changes: dict[str, Any] = {"seed": args.seed, **(SMALL if args.small else {}), **common.changes(parser, args.changes)}
     if args.learning_rate is not None:
         changes["learner.learning_rate"] = args.learning_rate
     steps = min(args.steps, 3) if args.small else args.steps
     extra = {"drafter.spot_steps": 8} if args.adaptive == "spot" else {}
+    extra |= common.changes(parser, args.adaptive_changes)
     runs = {"frozen": settings("off", steps, args.depth, changes)}
     runs["adaptive"] = settings(args.adaptive, steps, args.depth, changes | extra)
 

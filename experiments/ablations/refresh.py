@@ -7,7 +7,7 @@ that sampled), `refreshed` (verified with its own noise under the current policy
 on-policy). `on_policy` is the same run without lag. Response lengths are those of the division task with short and with long
 solutions. A refresh costs less than generating anew where `refresh_s` is below `generate_s`.
 
-78 runs of 20 batches of 64 responses from one start a length: 10 to 20 minutes on two slow cores. The JSON grows with each
+78 runs of 40 batches from one start a length, of 64 long or 256 short responses: half an hour on two slow cores. The JSON grows with each
 run; the same command goes on where it was ended.
 """
 
@@ -29,15 +29,18 @@ from experiments.schema import ConfigError
 LAGS = (1, 2, 4, 8)
 # One row length each: lengths chosen from batch to batch would be a program each.
 LENGTHS: dict[str, dict[str, Any]] = {
+    # So short a response tells little: with 64 of them a batch, even fresh ones teach nothing.
     "short": {
-        "warm_start.steps": 400,
+        "warm_start.steps": 600,
+        "train.prompts_per_step": 32,
+        "learner.row_multiple": 128,
         "task.median_steps": 1.5,
         "task.max_steps": 8,
         "train.max_new_tokens": 48,
         "learner.row_length": 64,
         "learner.target_multiple": 64,
     },
-    "long": {"warm_start.steps": 400, "task.median_steps": 6.0, "task.max_steps": 32, "train.max_new_tokens": 104},
+    "long": {"warm_start.steps": 1000, "task.median_steps": 6.0, "task.max_steps": 32, "train.max_new_tokens": 104},
 }
 KEYS = ("length", "mode", "lag", "seed")
 ALWAYS = RefreshConfig("always")
@@ -118,8 +121,8 @@ def main(argv=None) -> dict[str, Any]:
     parser = form.parser(__doc__)
     parser.add_argument("--lags", default=",".join(map(str, LAGS)), help="policies")
     parser.add_argument("--lengths", default=",".join(LENGTHS), help="of " + ", ".join(LENGTHS))
-    parser.add_argument("--steps", type=int, default=20, help="batches of each run")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of all")
+    parser.add_argument("--steps", type=int, default=40, help="batches of each run")
+    parser.add_argument("--rate", type=float, default=2e-4, help="learning rate of all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change everywhere, for small forms")
     parser.add_argument(

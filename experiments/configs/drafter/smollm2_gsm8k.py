@@ -26,7 +26,9 @@ def get_config():
     c.generation.temperatures = "0.9"
     c.generation.max_new_tokens = 320
 
-    c.training.steps = 2000
+    c.training.steps = 1200
+    c.training.rows = 8
     c.training.draft_vocab_size = 8192
-    c.training.depths = 3
+    c.training.optimizer, c.training.learning_rate = "muon", 6e-3
+    c.training.feature_weight, c.training.token_weight = 1.0, 0.1
     return c
