@@ -3,7 +3,7 @@
 python -m experiments.ablations.adaptive_drafter --workdir=runs/adaptive --json=adaptive.json --plot=docs/adaptive.svg
                                                                                           (--small for a look)
 
-The quickstart's policy and a drafter are warm-started together, once. From there two runs of the same RL follow, with
+The quickstart's policy and a drafter, which Muon trains, are warm-started together, once. From there two runs of the same RL follow, with
 `drafter.when=off` and with `--adaptive` (joint). Both draft in every launch, with the same arm. Coupled verification draws the
 same tokens whatever the drafter, so both policies are the same at every step up to rounding (the drafter's loss makes the learner
 another program; `same_policy` tells whether every bit agrees), and whatever differs is the drafter's doing.
@@ -51,6 +51,9 @@ def settings(when: str, steps: int, depth: int, changes: dict[str, Any]) -> Conf
     c = quickstart.get_config()
     c.rollout.strategies = ("off", f"eagle-d{depth}")
     c.bandit.name, c.bandit.arm = "fixed", f"eagle-d{depth}"
+    # A policy that moves far in few steps, and a drafter that can follow: AdamW's steps are too short for that.
+    c.learner.learning_rate = 6e-4
+    c.drafter.optimizer, c.drafter.learning_rate = "muon", 3e-3
     c.train.steps, c.drafter.when = steps, when
     c.log.compare_repeats, c.log.report, c.log.tensorboard, c.log.samples_per_step = 0, False, False, 0
     c.update_from_flattened_dict(changes)
@@ -114,7 +117,7 @@ def main(argv=None) -> dict:
     parser.add_argument("--depth", type=int, default=5, help="drafted tokens a pass")
     parser.add_argument("--last", type=int, default=5, help="steps that count as the end")
     parser.add_argument("--adaptive", default="joint", choices=("joint", "on_demand", "spot"), help="of the adaptive run")
-    parser.add_argument("--learning_rate", type=float, default=None, help="the policy's; default as in the quickstart")
+    parser.add_argument("--learning_rate", type=float, default=None, help="the policy's; default 6e-4, twice the quickstart's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change in both runs")
     parser.add_argument("--adaptive_changes", default="{}", help="JSON of config fields to change in the adaptive run alone")

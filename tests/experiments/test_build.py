@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from adrl_jax.learner.optimizer import OPTIMIZERS
 from adrl_jax.speculation.strategy import Strategy
 from experiments import build, config, learner_rules, learners, resolve, rules
 
@@ -31,6 +32,9 @@ def test_settings_become_the_rooms_own_records():
     loss = learner_rules.loss_config(c)
     assert (loss.clip_high, loss.constant_length) == (0.28, 104)
     assert resolve.optimizer_config(c).b2 == c.learner.beta2 and resolve.loop_config(c).seed == c.seed
+    for name in OPTIMIZERS:
+        drafter = resolve.drafter_optimizer_config(settings(**{"drafter.optimizer": name, "drafter.learning_rate": 6e-3}))
+        assert (drafter.name, drafter.learning_rate) == (name, 6e-3)
     assert resolve.drafter_loss_config(settings(**{"rollout.strategies": ("off", "ngram-d2")})) is None
     assert rules.thresholds(c) == (1,)
 
