@@ -4,7 +4,7 @@
     python -m experiments.drafter_warmup --config=experiments/configs/drafter/smollm2_arithmetic.py \\
         --workdir=runs/drafter_arithmetic
 
-About three quarters of an hour on two CPU cores, most of it training. Muon learns much more from the same responses and steps than
+About 45 minutes on two CPU cores, most of it training. Muon learns much more from the same responses and steps than
 AdamW, and each of its steps takes longer, so lessons are large.
 """
 

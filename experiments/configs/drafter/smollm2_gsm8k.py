@@ -4,7 +4,7 @@
     python -m experiments.drafter_warmup --config=experiments/configs/drafter/smollm2_gsm8k.py --workdir=runs/drafter_gsm8k \\
         --config.task.path=PATH
 
-PATH is a folder with train.jsonl and test.jsonl, as for experiments/configs/smollm2_gsm8k.py. About an hour on two CPU cores:
+PATH is a folder with train.jsonl and test.jsonl, as for experiments/configs/smollm2_gsm8k.py. About 60 minutes on two CPU cores:
 answers, reading them, and training take about a third each. Ten epochs over 120,000 tokens were learnt by heart: take more responses
 before more steps. For the benchmarks, whose questions stand bare and whose
 answers are cut at forced lengths, add
