@@ -24,11 +24,12 @@ from matplotlib.figure import Figure
 
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import loop
-from experiments import build, config, figures, resolve
+from experiments import build, config, figures, resolve, schema
 from experiments.ablations import common
 from experiments.bench import form
 from experiments.config import Config
 from experiments.configs import quickstart
+from experiments.schema import ConfigError
 
 SMALL = {
     "warm_start.steps": 20,
@@ -51,22 +52,31 @@ def settings(when: str, steps: int, depth: int, changes: dict[str, Any]) -> Conf
     c = quickstart.get_config()
     c.rollout.strategies = ("off", f"eagle-d{depth}")
     c.bandit.name, c.bandit.arm = "fixed", f"eagle-d{depth}"
-    # A policy that moves far in few steps, and a drafter that can follow: AdamW's steps are too short for that.
+    # A policy that moves far in few steps, and an optimizer with which the drafter follows it in as few.
     c.learner.learning_rate = 6e-4
     c.drafter.optimizer, c.drafter.learning_rate = "muon", 3e-3
     c.train.steps, c.drafter.when = steps, when
     c.log.compare_repeats, c.log.report, c.log.tensorboard, c.log.samples_per_step = 0, False, False, 0
-    c.update_from_flattened_dict(changes)
+    common.update(c, changes)
     return config.freeze(c)
 
 
 def run(c: Config, workdir: pathlib.Path) -> None:
-    """Runs, or goes on with, one run.
+    """Runs, or goes on with, one run; more steps are a setting that may change on the way.
 
     Raises:
+        ConfigError: what is in `workdir` was made with other settings.
         RuntimeError: it was asked to stop.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    saved = workdir / "config.json"
+    if saved.exists():
+        for path, old, new in schema.differences(config.load(saved), c):
+            if path != "train.steps":
+                raise ConfigError(
+                    f"--workdir: {workdir} was made with {path}={old!r}, this run has {new!r}; name another folder"
+                )
+    config.save(c, saved)
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(build.opened(c))
         if loop.run(parts, resolve.loop_config(c), workdir).status == "stopped":
@@ -109,6 +119,24 @@ def plot(found: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
+def _series_of_both(args: Any, changes: dict[str, Any], steps: int, extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """`series` of the frozen and of the adaptive run, both from one start; `extra` is for the adaptive one alone."""
+    runs = {"frozen": settings("off", steps, args.depth, changes)}
+    runs["adaptive"] = settings(args.adaptive, steps, args.depth, changes | extra)
+
+    with contextlib.ExitStack() as stack:
+        root = pathlib.Path(args.workdir or stack.enter_context(tempfile.TemporaryDirectory()))
+        start = dataclasses.replace(runs["frozen"], train=dataclasses.replace(runs["frozen"].train, steps=0))
+        run(start, root / "start")
+        found = {}
+        for name, c in runs.items():
+            if not (root / name).exists():
+                shutil.copytree(root / "start", root / name, ignore=shutil.ignore_patterns("config.json"))
+            run(c, root / name)
+            found[name] = series(root / name)
+    return found
+
+
 def main(argv=None) -> dict:
     parser = form.parser(__doc__)
     parser.add_argument("--workdir", default=None, help="kept, and gone on with; default: a temporary folder")
@@ -120,7 +148,6 @@ def main(argv=None) -> dict:
     parser.add_argument("--learning_rate", type=float, default=None, help="the policy's; default 6e-4, twice the quickstart's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--changes", default="{}", help="JSON of config fields to change in both runs")
-    parser.add_argument("--adaptive_changes", default="{}", help="JSON of config fields to change in the adaptive run alone")
     parser.add_argument("--small", action="store_true", help="a minute, to see that it runs; figures mean nothing")
     args = parser.parse_args(argv)
     changes: dict[str, Any] = {"seed": args.seed, **(SMALL if args.small else {}), **common.changes(parser, args.changes)}
@@ -128,20 +155,10 @@ def main(argv=None) -> dict:
         changes["learner.learning_rate"] = args.learning_rate
     steps = min(args.steps, 3) if args.small else args.steps
     extra = {"drafter.spot_steps": 8} if args.adaptive == "spot" else {}
-    extra |= common.changes(parser, args.adaptive_changes)
-    runs = {"frozen": settings("off", steps, args.depth, changes)}
-    runs["adaptive"] = settings(args.adaptive, steps, args.depth, changes | extra)
-
-    with contextlib.ExitStack() as stack:
-        root = pathlib.Path(args.workdir or stack.enter_context(tempfile.TemporaryDirectory()))
-        start = dataclasses.replace(runs["frozen"], train=dataclasses.replace(runs["frozen"].train, steps=0))
-        run(start, root / "start")
-        found = {}
-        for name, c in runs.items():
-            if not (root / name).exists():
-                shutil.copytree(root / "start", root / name)
-            run(c, root / name)
-            found[name] = series(root / name)
+    try:
+        found = _series_of_both(args, changes, steps, extra)
+    except ConfigError as error:
+        parser.error(str(error))
     last = {name: float(np.mean(x["accept"][-args.last :])) for name, x in found.items()}
     results = {
         "accept_length_frozen_end": last["frozen"],

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ml_collections import config_dict
+
 from adrl_jax.metrics import read_lines
 from adrl_jax.runtime import loop
 from adrl_jax.runtime.parts import Parts
@@ -54,8 +56,20 @@ def settings(correction: str, steps: int, rate: float, changes: Mapping[str, Any
         c.learner.surrogate, c.runtime.allow_uncorrected = "reinforce", True
     else:
         presets.apply(c, NAMES.get(correction, correction))
-    c.update_from_flattened_dict(dict(changes))
+    update(c, changes)
     return config.freeze(c)
+
+
+def update(c: config_dict.ConfigDict, changes: Mapping[str, Any]) -> None:
+    """Sets fields by their dotted names.
+
+    Raises:
+        ConfigError: there is no such field, or it holds values of another type.
+    """
+    try:
+        c.update_from_flattened_dict(dict(changes))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"changes: {error.args[0]}") from error
 
 
 def start(c: Config, folder: pathlib.Path) -> Config:

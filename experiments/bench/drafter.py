@@ -23,7 +23,12 @@ SETS = ("arithmetic", "gsm8k")
 TEMPERATURES, DEPTH = "0.7,1.0", 5
 SHORTER = {
     "arithmetic": {"generation.tokens": 40_000, "training.steps": 350},
-    "gsm8k": {"generation.tokens": 120_000, "training.steps": 300, "training.draft_vocab_size": 4096},
+    "gsm8k": {
+        "generation.tokens": 120_000,
+        "training.steps": 450,
+        "training.learning_rate": 6e-4,
+        "training.draft_vocab_size": 4096,
+    },
 }
 SMALL = {
     "generation.tokens": 1500,

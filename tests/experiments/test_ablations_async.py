@@ -109,6 +109,7 @@ def test_a_study_goes_on_after_the_rows_it_has(tmp_path, capsys):
         (staleness, ["--seeds=0"], "--seeds=0 must be >= 1"),
         (staleness, ["--changes={'a': 1}"], "is no JSON"),
         (staleness, ["--changes=[1]"], "must be an object of config fields"),
+        (refresh, ['--changes={"train.group": 4}'], 'changes: Key "group" does not exist'),
         (refresh, ["--lags=0"], "--lags=0 must be >= 1"),
         (refresh, ["--lengths=middle"], "--lengths='middle' is unknown; choose of short, long"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from adrl_jax.models.transformer import init_params
 from adrl_jax.speculation.eagle import Eagle
-from experiments import schema
+from experiments import config, schema
 from experiments.ablations import adaptive_drafter, drafter_objectives
 from experiments.bench import checkpoint, drafter, packing
 
@@ -59,6 +59,22 @@ def test_the_adaptive_ablation_compares_runs_that_differ_in_the_drafter_alone():
     assert [path for path, _, _ in schema.differences(frozen, adaptive)] == ["drafter.when"]
     small = adaptive_drafter.settings("spot", 3, 2, adaptive_drafter.SMALL | {"drafter.spot_steps": 8})
     assert small.bandit.arm == "eagle-d2" and small.train.steps == 3
+
+
+def test_the_adaptive_ablation_names_fields_that_do_not_exist_and_folders_of_other_settings(tmp_path, capsys):
+    for given, message in (
+        ("drafter.optimiser", 'Key "optimiser" does not exist'),
+        ("drafter.optimizer", "must be str, one of adamw"),
+    ):
+        with pytest.raises(SystemExit):
+            adaptive_drafter.main(["--small", f"--workdir={tmp_path}", f'--changes={{"{given}": "sgd"}}'])
+        assert message in capsys.readouterr().err
+    made = adaptive_drafter.settings("off", 0, 5, adaptive_drafter.SMALL | {"drafter.optimizer": "adamw"})
+    (tmp_path / "start").mkdir()
+    config.save(made, tmp_path / "start" / "config.json")
+    with pytest.raises(SystemExit):
+        adaptive_drafter.main(["--small", f"--workdir={tmp_path}"])
+    assert "was made with drafter.optimizer='adamw', this run has 'muon'" in capsys.readouterr().err
 
 
 def test_unknown_names_end_the_run(capsys):
